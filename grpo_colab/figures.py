@@ -5,14 +5,13 @@
 # %% auto #0
 __all__ = ['PHASE_COLORS', 'phase_color', 'theme', 'running_mean', 'curves', 'phase_share', 'timeline']
 
-# %% ../nbs/02a_figures.ipynb #8d342c3f
-import math
+# %% ../nbs/02a_figures.ipynb #81886c4c
 from zlib import crc32
 import plotly.graph_objects as go, plotly.io as pio
 from plotly.subplots import make_subplots
 from .trace import PHASES, counters, read_trace, segments, steps as training_steps
 
-# %% ../nbs/02a_figures.ipynb #05e864fe
+# %% ../nbs/02a_figures.ipynb #0ba76e11
 PHASE_COLORS = dict(generate='#0072B2', reward='#CC79A7', logprobs='#56B4E9', train='#009E73', optimizer='#F0E442',
                     sync='#D55E00', evaluate='#E69F00', checkpoint='#8B5E3C', other='#9AA3AE')
 
@@ -25,7 +24,7 @@ def phase_color(
 
 def _ordered(names): return sorted(names, key=lambda n: ((*PHASES, n).index(n), n == 'other', n))
 
-# %% ../nbs/02a_figures.ipynb #30e4866b
+# %% ../nbs/02a_figures.ipynb #2f10ce04
 _INK = dict(light=dict(text='#1c2128', faint='#5b6470', grid='#e6e9ee', paper='#ffffff'),
             dark=dict(text='#e6e9ee', faint='#9aa4b1', grid='#2c333d', paper='#171b21'))
 _FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
@@ -49,7 +48,7 @@ def theme(
     pio.templates.default = 'grpo_dark' if dark else 'grpo_light'
     return pio.templates[pio.templates.default]
 
-# %% ../nbs/02a_figures.ipynb #764eafcf
+# %% ../nbs/02a_figures.ipynb #42971661
 def _figure(**layout): return go.Figure(layout=dict(template=_template('light'), **layout))
 
 def _nothing(text):
@@ -67,7 +66,7 @@ def running_mean(
     ends = [(max(0, i - half), min(len(y), i + half + 1)) for i in range(len(y))]
     return [(sums[b] - sums[a]) / (b - a) for a, b in ends]
 
-# %% ../nbs/02a_figures.ipynb #6c3f823c
+# %% ../nbs/02a_figures.ipynb #bda3d909
 def _series(events, name, key):
     "Steps and values of one series of a counter; a step that was run again after a resume counts once, the last time"
     last = {o['step']: o[key] for o in counters(events, name) if key in o}
@@ -89,7 +88,7 @@ def _lines(x, y, label, how, color):
         out.append(go.Scatter(x=x, y=running_mean(y, width), name=f'mean of {width} steps', line_width=3, **style))
     return out
 
-# %% ../nbs/02a_figures.ipynb #0bb632e8
+# %% ../nbs/02a_figures.ipynb #3e4c69cb
 def curves(
     events, # trace events, or anything that `read_trace` takes
 ) -> go.Figure: # one panel each for what the trace has of accuracy, reward and length, over training steps
@@ -111,7 +110,7 @@ def curves(
         if title == 'held-out accuracy': _ends(fig, *lines[0][:2])
     return fig.update_xaxes(title_text='training step', row=len(panels), col=1)
 
-# %% ../nbs/02a_figures.ipynb #baa5d01b
+# %% ../nbs/02a_figures.ipynb #a8cb9800
 def _ends(fig, x, y):
     "Write the first and the last accuracy beside their points"
     fig.update_yaxes(range=[0, 1.09], tickformat='.1f', row=1, col=1)
@@ -119,7 +118,7 @@ def _ends(fig, x, y):
         fig.add_annotation(x=x[i], y=y[i], text=f'<b>{y[i]:.2f}</b>', font_size=17, showarrow=False, yshift=18,
                            row=1, col=1)
 
-# %% ../nbs/02a_figures.ipynb #b6f1c0f5
+# %% ../nbs/02a_figures.ipynb #fe41e8a1
 def phase_share(
     events, # trace events, or anything that `read_trace` takes
     rank:int=0, # index of the process
@@ -141,7 +140,7 @@ def phase_share(
         fig.add_bar(x=x, y=y, name=name, marker=dict(color=phase_color(name), line_width=0), hovertemplate='%{y:.3f} s')
     return _cut_outliers(fig, x, total)
 
-# %% ../nbs/02a_figures.ipynb #73f3f251
+# %% ../nbs/02a_figures.ipynb #47ad17ac
 def _cut_outliers(fig, x, y):
     "Limit the height to what most bars need; write the height of the others"
     usual = sorted(y)[int(.97 * (len(y) - 1))]
@@ -151,7 +150,7 @@ def _cut_outliers(fig, x, y):
                                                xanchor='left')
     return fig.update_yaxes(range=[0, 1.3 * usual])
 
-# %% ../nbs/02a_figures.ipynb #5eea5375
+# %% ../nbs/02a_figures.ipynb #b27d95ba
 def _pieces(events, low, high):
     "What every lane does from `low` to `high` µs: (lane, phase, start, length, part of the lane from, to, text)"
     for e, a, b in segments(events):
@@ -176,7 +175,7 @@ def _blocks(pieces, low, high, n):
             yield lane, name, low + i * size, size, at, at + block[name], text
             at += block[name]
 
-# %% ../nbs/02a_figures.ipynb #bc15a128
+# %% ../nbs/02a_figures.ipynb #a6ef7712
 def _window(events, shown):
     "Start and end (µs) of steps `shown[0]` to `shown[1]`, with what follows before the next step; and those steps"
     ranks = [e['pid'] for e in events if e['ph'] == 'X']
@@ -195,7 +194,7 @@ def _lanes(events, pieces):
     names = {(e['pid'], e['tid']): e['args']['name'] for e in events if e['name'] == 'thread_name'}
     return lanes, [f'rank {r}' + f' · {names.get((r, t), t)}' * (t > 0) for r, t in lanes]
 
-# %% ../nbs/02a_figures.ipynb #f243b775
+# %% ../nbs/02a_figures.ipynb #16a59acf
 def _steps(fig, steps, low, high, zero):
     "Add an axis along the top with the numbers of the steps that have room for one, round ones if there are many"
     every = next(k for e in range(12) for k in (10**e, 2 * 10**e, 5 * 10**e) if len(steps) <= 12 * k)
@@ -207,7 +206,7 @@ def _steps(fig, steps, low, high, zero):
                 ticktext=[f'{"step " if i == 0 else ""}{s["step"]:,}' for i, s in enumerate(some)])
     fig.add_scatter(x=[None], y=[None], xaxis='x2', showlegend=False).update_layout(xaxis2=axis)
 
-# %% ../nbs/02a_figures.ipynb #1b3a0569
+# %% ../nbs/02a_figures.ipynb #9d4893ac
 def timeline(
     events, # trace events, or anything that `read_trace` takes; of a path, all ranks
     steps:tuple=None, # (first, last) training step to show; None: the last ten

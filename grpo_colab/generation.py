@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['EngineGeneration', 'call_seed', 'runs']
 
-# %% ../nbs/05a_generation.ipynb #19d33890
+# %% ../nbs/05a_generation.ipynb #fd7c9719
 from itertools import groupby
 
 import numpy as np
@@ -15,8 +15,9 @@ from fastcore.basics import patch
 from . import compat
 from .engine import Engine
 from .policy_weights import policy_weights
+from .rollouts import Rollouts
 
-# %% ../nbs/05a_generation.ipynb #f57ecf85
+# %% ../nbs/05a_generation.ipynb #13847024
 class EngineGeneration(compat.vllm_generation()):
     "Stands where TRL's `VLLMGeneration` stands: `sync_weights()` and `generate()`, on an `Engine`."
     def __init__(self,
@@ -40,7 +41,7 @@ class EngineGeneration(compat.vllm_generation()):
         if self.enable_sleep_mode: self.engine.sleep(2)
         self.accelerator.wait_for_everyone()
 
-# %% ../nbs/05a_generation.ipynb #6033a0f8
+# %% ../nbs/05a_generation.ipynb #fc4c2cfd
 @patch(as_prop=True)
 def llm(self:EngineGeneration): # the `vllm.LLM`; TRL's tool loop reads the context length from it
     "The vLLM that samples."
@@ -66,7 +67,7 @@ def _sampling(self:EngineGeneration):
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields
 
-# %% ../nbs/05a_generation.ipynb #f9b6905e
+# %% ../nbs/05a_generation.ipynb #9ce69ecd
 def call_seed(
     seed:int,       # `args.seed`
     step:int,       # optimizer steps so far
@@ -87,7 +88,7 @@ def _engine_call(self:EngineGeneration, prompts, n, sampling):
     self._calls[training] = call + 1
     return r
 
-# %% ../nbs/05a_generation.ipynb #90e2b027
+# %% ../nbs/05a_generation.ipynb #6121d208
 def runs(
     prompts:list, # prompts, equal ones next to each other
 ) -> tuple[list, int]: # prompts to ask, and completions of each; (prompts, 1) when the repetitions differ in number
@@ -96,7 +97,7 @@ def runs(
     n = groups[0][1] if groups else 1
     return ([p for p, _ in groups], n) if all(c == n for _, c in groups) else (list(prompts), 1)
 
-# %% ../nbs/05a_generation.ipynb #bdd58d42
+# %% ../nbs/05a_generation.ipynb #ee2cb93a
 @patch
 def _shared(self:EngineGeneration, prompts):
     "The prompts of all ranks that share this engine, and where this rank's begin."
@@ -106,7 +107,7 @@ def _shared(self:EngineGeneration, prompts):
     torch.distributed.all_gather_object(parts, prompts, group=group)
     return [p for part in parts for p in part], sum(map(len, parts[:torch.distributed.get_rank(group)]))
 
-# %% ../nbs/05a_generation.ipynb #4678a215
+# %% ../nbs/05a_generation.ipynb #dde9a94b
 @patch
 def generate(self:EngineGeneration,
     prompts:list[list[int]],  # this rank's prompts, each repeated as often as it is to be completed
@@ -130,3 +131,18 @@ def generate(self:EngineGeneration,
 def _with_images(prompt, images):
     data = images if images and len(images) > 1 else images and images[0]
     return dict(prompt_token_ids=prompt) | (dict(multi_modal_data=dict(image=data)) if images else {})
+
+# %% ../nbs/05a_generation.ipynb #0c7c8c96
+@patch
+def sample(self:EngineGeneration,
+    prompts:list[list[int]], # prompts: token ids
+    n:int=1,                 # completions a prompt
+    sampling=None,           # fields of vLLM's `SamplingParams`; not the trainer's
+) -> Rollouts: # n completions a prompt
+    "Sample from the policy as it is now. The trainer's own random numbers and seeds are not touched."
+    if self.engine.broken or self.engine.version != self.trainer.state.global_step: self.sync_weights()
+    self.trainer._last_loaded_step = self.trainer.state.global_step
+    if self.enable_sleep_mode: self.engine.wake("kv_cache")
+    r = self.engine.generate(prompts, n, sampling, seed=self.trainer.args.seed)
+    if self.enable_sleep_mode: self.engine.sleep(2)
+    return r

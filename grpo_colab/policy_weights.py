@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['policy_weights']
 
-# %% ../nbs/03c_policy_weights.ipynb #919638c2
+# %% ../nbs/03c_policy_weights.ipynb #969c78ed
 import contextlib, copy, re
 
 import torch
 
-# %% ../nbs/03c_policy_weights.ipynb #ded9f84f
+# %% ../nbs/03c_policy_weights.ipynb #a3f243ef
 def _check_adapter(model):
     for name, config in model.peft_config.items():
         if config.is_prompt_learning:
@@ -24,7 +24,7 @@ def _layer_weights(name, layer, gather):
             layer.merge(safe_merge=False)
         for key, p in layer.get_base_layer().named_parameters(recurse=False): yield f"{name}.{key}", p.data
 
-# %% ../nbs/03c_policy_weights.ipynb #150ce287
+# %% ../nbs/03c_policy_weights.ipynb #b1d3f5e8
 def _checkpoint_name(name):
     "The name in a checkpoint of a parameter that wrappers renamed."
     name = re.sub(r"modules_to_save\.[^.]+\.", "", name.removeprefix("base_model.model."))
@@ -35,7 +35,7 @@ def _idle(name, active):
     saved = re.search(r"\.modules_to_save\.([^.]+)\.", name)
     return ".original_module." in name or bool(saved and saved[1] not in active)
 
-# %% ../nbs/03c_policy_weights.ipynb #7f2b0505
+# %% ../nbs/03c_policy_weights.ipynb #721aca91
 def policy_weights(
     model,                          # a live `PreTrainedModel` or `PeftModel`
     gather=contextlib.nullcontext,  # context in which the parameters passed to it are whole (DeepSpeed ZeRO-3)

@@ -5,10 +5,10 @@
 # %% auto #0
 __all__ = ['RewardError', 'check_rewards', 'checked', 'gold_answer', 'math_reward']
 
-# %% ../nbs/03e_rewards.ipynb #28594192
+# %% ../nbs/03e_rewards.ipynb #ba7aed6e
 import functools, inspect, math
 
-# %% ../nbs/03e_rewards.ipynb #d63c42c3
+# %% ../nbs/03e_rewards.ipynb #80a30205
 class RewardError(ValueError):
     "A reward function returned something that is no reward."
 
@@ -19,9 +19,11 @@ def check_rewards(
 ) -> list: # the rewards, floats or None
     "Raise `RewardError` unless there is one finite number, or None, for each completion."
     try: rewards = list(rewards)
-    except TypeError: raise RewardError(f"reward {name!r} returned {rewards!r}: return a list, one number a completion") from None
+    except TypeError:
+        raise RewardError(f"reward {name!r} returned {rewards!r}: return a list, one number a completion") from None
     if len(rewards) != len(completions):
-        raise RewardError(f"reward {name!r} returned {len(rewards)} rewards for {len(completions)} completions: return one each")
+        raise RewardError(f"reward {name!r} returned {len(rewards)} rewards for {len(completions)} completions: return one "
+                          "number for each")
     for i, reward in enumerate(rewards):
         try: good = reward is None or math.isfinite(reward)
         except TypeError: good = False
@@ -29,7 +31,7 @@ def check_rewards(
                                        "return a finite number, or None where it cannot judge")
     return [None if r is None else float(r) for r in rewards]
 
-# %% ../nbs/03e_rewards.ipynb #e9765225
+# %% ../nbs/03e_rewards.ipynb #e27a1a39
 def _name(func): return getattr(func, "__name__", type(func).__name__)
 
 def checked(
@@ -53,7 +55,7 @@ def checked(
     judge.__name__ = _name(func)
     return judge
 
-# %% ../nbs/03e_rewards.ipynb #0f2759a5
+# %% ../nbs/03e_rewards.ipynb #32c1c8c8
 def gold_answer(
     answer:str, # a worked answer as GSM8K writes it, or the bare result
 ) -> str: # the result: what stands behind the last `####`, without thousands separators

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['Rollouts', 'from_lists', 'select', 'concat', 'advantages', 'Sampler']
 
-# %% ../nbs/03_rollouts.ipynb #f66eca1b
+# %% ../nbs/03_rollouts.ipynb #c5daefea
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 from fastcore.basics import patch
 
-# %% ../nbs/03_rollouts.ipynb #702e8391
+# %% ../nbs/03_rollouts.ipynb #30679749
 @dataclass
 class Rollouts:
     "Completions of one policy version, grouped by prompt, as arrays."
@@ -33,7 +33,7 @@ class Rollouts:
         return (f"Rollouts({len(self)} completions of {len(self.prompt_ids)} prompts, {len(self.tokens)} tokens, "
                 f"{int(self.stopped.sum())} stopped, version {self.version})")
 
-# %% ../nbs/03_rollouts.ipynb #89d8ad72
+# %% ../nbs/03_rollouts.ipynb #052eecc4
 @patch
 def completion(self:Rollouts,
     i:int, # index of a completion
@@ -48,7 +48,7 @@ def completion_logprobs(self:Rollouts,
     "The sampler's log-probs of completion `i`."
     return self.logprobs[self.offsets[i]:self.offsets[i+1]]
 
-# %% ../nbs/03_rollouts.ipynb #9ad3d3dd
+# %% ../nbs/03_rollouts.ipynb #0502b6b7
 def from_lists(
     prompts:list[list[int]],      # one prompt a group: token ids
     completions:list[list[int]],  # N completions: token ids
@@ -68,7 +68,7 @@ def from_lists(
                     flat(logprobs, np.float32), np.concatenate([[0], lengths.cumsum()]).astype(np.int64),
                     np.asarray(group, dtype=np.int32), np.asarray(stopped, dtype=bool), version)
 
-# %% ../nbs/03_rollouts.ipynb #fa910c94
+# %% ../nbs/03_rollouts.ipynb #d706fa3a
 def select(
     r:Rollouts,      # the rollouts to choose from
     keep:np.ndarray, # indices of completions, or a boolean mask [N]
@@ -92,7 +92,7 @@ def concat(
                     np.concatenate([p.group + g for p, g in zip(parts, first)]).astype(np.int32),
                     np.concatenate([p.stopped for p in parts]), min(p.version for p in parts))
 
-# %% ../nbs/03_rollouts.ipynb #46ac54cf
+# %% ../nbs/03_rollouts.ipynb #21816400
 def advantages(
     rewards:np.ndarray,  # [N] float, one a completion
     group:np.ndarray,    # [N] int, which completions belong together
@@ -108,11 +108,12 @@ def advantages(
     if scale == "batch": return centred / (rewards.std(ddof=1) + eps)
     return centred / (np.sqrt(np.bincount(index, centred**2) / np.maximum(count - 1, 1))[index] + eps)
 
-# %% ../nbs/03_rollouts.ipynb #b1ef5b29
+# %% ../nbs/03_rollouts.ipynb #d5748994
 class Sampler(Protocol):
     "What the trainer needs of an engine or a fleet."
     def generate(self,
         prompts:list[list[int]], # one prompt a group: token ids
         n:int=1,                 # completions a prompt
         sampling=None,           # fields of vLLM's `SamplingParams` as a dict, or one made already
-    ) -> Rollouts: ...           # n completions a prompt, prompt after prompt
+    ) -> Rollouts: # n completions a prompt, prompt after prompt
+        "Sample completions from the newest policy it has."

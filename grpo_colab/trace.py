@@ -6,12 +6,12 @@
 __all__ = ['PHASES', 'TraceError', 'Span', 'rank_path', 'Trace', 'read_trace', 'segments', 'steps', 'counters', 'summary',
            'to_perfetto']
 
-# %% ../nbs/02_trace.ipynb #2422cb40
+# %% ../nbs/02_trace.ipynb #1bb1ff65
 import errno, itertools, json, math, os, platform, shutil, threading, time, warnings
 from bisect import bisect_left, bisect_right
 from pathlib import Path
 
-# %% ../nbs/02_trace.ipynb #fdf1aeae
+# %% ../nbs/02_trace.ipynb #55370cc0
 PHASES = ('generate', 'reward', 'logprobs', 'train', 'optimizer', 'sync', 'evaluate', 'checkpoint')
 
 def _known(o): return o.tolist() if hasattr(o, 'tolist') else str(o)
@@ -29,7 +29,7 @@ def _line(event):
     try: return _encode(event)
     except ValueError: return _encode(_finite(event))  # rare, so the usual event pays nothing for it
 
-# %% ../nbs/02_trace.ipynb #d821326f
+# %% ../nbs/02_trace.ipynb #111014fb
 class TraceError(OSError):
     "A trace could not be opened or written; what was written before is safe. Has `errno` and `filename`"
 
@@ -51,7 +51,7 @@ def _append(fd, data, path):
         if done: os.ftruncate(fd, os.fstat(fd).st_size - done)
         raise _trace_error(e, path) from e
 
-# %% ../nbs/02_trace.ipynb #b6c5827a
+# %% ../nbs/02_trace.ipynb #129cbfed
 _START = b'{"name":"process_name"'
 
 def _open(path):
@@ -68,11 +68,14 @@ def _open(path):
     if size: os.ftruncate(fd, size - len(tail) + tail.rfind(b'\n') + 1)
     return fd
 
-# %% ../nbs/02_trace.ipynb #9e381d89
+# %% ../nbs/02_trace.ipynb #c42c5bd8
 class Span:
     "One stretch of time in a `Trace`, from entering `with` to leaving it. Made by `Trace.span`"
     __slots__ = '_trace', '_start', 'name', 'args'
-    def __init__(self, trace, name, args): self._trace, self.name, self.args = trace, name, args
+    def __init__(self, trace, # the `Trace` it is written to
+                 name:str, # of the phase
+                 args:dict): # numbers known at the start
+        self._trace, self.name, self.args = trace, name, args
     def add(self, **args) -> 'Span': # numbers known only now, such as `tokens=` or `bytes=`; returns itself
         "Add to the numbers of this span. Those of the same name are replaced"
         self.args.update(args)
@@ -88,7 +91,7 @@ class Span:
             if err is None: raise
             err.add_note(f'The trace missed this: {full}')
 
-# %% ../nbs/02_trace.ipynb #3e602c41
+# %% ../nbs/02_trace.ipynb #f0e7cd17
 def rank_path(
     path, # str or Path, the trace of rank 0
     rank:int, # index of the process
@@ -102,7 +105,7 @@ def _about(rank):
     return dict(name=f'rank {rank}', wall_time=time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime()),
                 python=platform.python_version(), system=platform.system(), cores=os.cpu_count())
 
-# %% ../nbs/02_trace.ipynb #7aaf69a5
+# %% ../nbs/02_trace.ipynb #6d35e0f0
 class _Writer:
     "Puts events into a file, or a list"
     def __init__(self,
@@ -125,7 +128,7 @@ class _Writer:
             if self._fd is None: self._list.append(json.loads(line))
             else: _append(self._fd, f'{line}\n'.encode(), self.path)
 
-# %% ../nbs/02_trace.ipynb #9ccf20a6
+# %% ../nbs/02_trace.ipynb #13c66273
 class _Events(_Writer):
     def _emit(self, name, ph, ts, args, **more):
         tid = getattr(self._thread, 'id', None)
@@ -146,19 +149,15 @@ class _Events(_Writer):
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
 
-# %% ../nbs/02_trace.ipynb #51b4378f
+# %% ../nbs/02_trace.ipynb #fcaf9f22
 class Trace(_Events):
     "A record of a run, written while it goes on: spans, counters, marks. Threads may share it."
-    def span(self,
-        name:str, # a phase: `step` or one of `PHASES`; other names are welcome
-        **args, # numbers known at the start
-    ) -> Span: # context manager; `.add(tokens=…)` for numbers known later
+    def span(self, name:str, # a phase: `step` or one of `PHASES`; other names are welcome
+             **args) -> Span: # numbers known at the start; `.add(tokens=…)` takes those known later
         "A stretch of time around a `with` block. Spans nest. An exception inside is noted as `error` and goes on"
         return Span(self, name, args)
-    def count(self,
-        name:str, # what is sampled: `reward`, `length`, `accuracy`, …
-        **values, # numbers, one a series (a tensor on a GPU makes the processor wait for it)
-    ) -> None:
+    def count(self, name:str, # what is sampled: `reward`, `length`, `accuracy`, …
+              **values) -> None: # numbers, one a series (a tensor on a GPU makes the processor wait for it)
         "A sample of one or more numbers, now"
         self._emit(name, 'C', self._now(), values)
     def memory(self, **gib) -> None: # by owner: `policy=3.1, kv_cache=40.`, GiB
@@ -169,7 +168,7 @@ class Trace(_Events):
         "A mark at this moment"
         self._emit(name, 'i', self._now(), args, s='p')  # 'p': a viewer draws it across the whole process
 
-# %% ../nbs/02_trace.ipynb #f608984b
+# %% ../nbs/02_trace.ipynb #777d47a3
 def _read(path):
     "The events of one file"
     events, bad = [], []
@@ -192,7 +191,7 @@ def read_trace(
     others = (p for p in path.parent.iterdir() if p.suffix == path.suffix and p.stem.startswith(f'{path.stem}.rank'))
     return [e for p in (path, *sorted(others)) for e in _read(p)]
 
-# %% ../nbs/02_trace.ipynb #85f10f3c
+# %% ../nbs/02_trace.ipynb #a756045a
 def segments(
     events, # trace events, or anything that `read_trace` takes
 ) -> list: # of (event, start µs, end µs): stretches in which `event` is the innermost span of its thread
@@ -214,7 +213,7 @@ def segments(
             stack.append(e)
     return out
 
-# %% ../nbs/02_trace.ipynb #54f3e2df
+# %% ../nbs/02_trace.ipynb #8ecfbd9f
 def _named(events, name, ph, rank):
     found = [e for e in events if (e['name'], e['ph'], e['pid']) == (name, ph, rank)]
     return sorted(found, key=lambda e: e['ts'])
@@ -235,7 +234,7 @@ def steps(
         out[i]['phases'][name] = out[i]['phases'].get(name, 0) + (b - a) / 1e6
     return out
 
-# %% ../nbs/02_trace.ipynb #6aae9cc6
+# %% ../nbs/02_trace.ipynb #5f61dc31
 def _numbers(event): return {k: v for k, v in event['args'].items() if isinstance(v, (int, float))}
 
 def counters(
@@ -251,7 +250,7 @@ def counters(
     return [dict(_numbers(e), ts=e['ts'], step=number[bisect_left(at, e['ts'])] if number else n)
             for n, e in enumerate(_named(events, name, 'C', rank))]
 
-# %% ../nbs/02_trace.ipynb #e195e969
+# %% ../nbs/02_trace.ipynb #befd034b
 def summary(
     events, # trace events, or anything that `read_trace` takes
 ) -> list: # of dicts, longest first: phase, count, seconds, own, share, tokens, tokens_s, gb, gb_s; None where unknown
@@ -270,7 +269,7 @@ def summary(
                          share=per(sec, whole), tokens=tokens, tokens_s=per(tokens, sec), gb=size, gb_s=per(size, sec)))
     return sorted(rows, key=lambda r: -r['seconds'])
 
-# %% ../nbs/02_trace.ipynb #0259242f
+# %% ../nbs/02_trace.ipynb #4d43cdb5
 def to_perfetto(
     events, # trace events, or anything that `read_trace` takes; of a path, all ranks
     out, # str or Path, the JSON file to write

@@ -1,0 +1,75 @@
+"""Two processes under torchrun, over gloo on the CPU: one engine over both (TP), then one on each (DP)."""
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+LEFT = dict(sum=3, vllm=False, running=False, temporary=[], environment=True)  # accelerate's group adds 1 and 2; nothing else
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, seconds=300):
+    "Run `rank_run.py` on two ranks; what each found. Both must end in time, with exit code 0, and leave no directory."
+    out = tmp_path_factory.mktemp("ranks")
+    (out/"tmp").mkdir()
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", free_port(),
+               HERE/"rank_run.py", out]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    env |= dict(PYTHONPATH=str(HERE.parent), TMPDIR=str(out/"tmp"), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    p = subprocess.Popen(list(map(str, command)), env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, start_new_session=True)
+    try: printed, _ = p.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(p.pid, signal.SIGKILL)
+        raise AssertionError(f"not done after {seconds} s:\n{p.communicate()[0][-4000:]}") from None
+    assert p.returncode == 0, printed[-6000:]
+    assert not [f.name for f in (out/"tmp").iterdir() if f.name.startswith("grpo_colab-")]
+    return [json.loads((out/f"rank{r}.json").read_text()) for r in range(2)]
+
+
+def test_an_engine_that_does_not_start(ranks):
+    "The error says why on each rank, and accelerate's process group is still there."
+    for r in ranks: assert "No available memory for the cache" in r["failed"] and r["after_failure"] == LEFT
+
+
+@pytest.mark.parametrize("kind", ["tp", "dp"])
+def test_two_steps(ranks, kind):
+    "What holds however the engines are spread: own completions, the policy's log-probs, one policy, everything closed."
+    assert [(r["rank"], r["size"]) for r in ranks] == [(0, 2), (1, 2)]
+    a, b = found = [r[kind] for r in ranks]
+    for r in found:
+        assert r["prompts"] and r["gap"] < 1e-4  # its own prompts, in its order; sampled as its policy would
+        assert [len(c) for _, c in r["seen"]] == [8, 8]  # two steps of eight completions …
+        assert all(len(set(p)) == 1 for p, _ in r["seen"])  # … of one prompt
+        assert [m["step"] for m in r["metrics"]] == [1, 2]
+        assert all(abs(m["sampling/importance_sampling_ratio/mean"] - 1) < .02 for m in r["metrics"])
+        assert r["left"] == LEFT
+    assert a["digest"] == b["digest"]
+    assert [m["reward"] for m in a["metrics"]] == [m["reward"] for m in b["metrics"]]  # of all sixteen
+    assert a["seen"] != b["seen"] and a["again"] != b["again"]
+
+
+def test_one_engine_over_two_ranks(ranks):
+    "Both ranks sample alike; a prompt that both ask for twice has four different completions, two for each."
+    a, b = (r["tp"] for r in ranks)
+    assert a["seed"] == b["seed"] and a["direct"] == b["direct"]
+    assert len({tuple(c) for c in a["again"] + b["again"]}) == 4
+
+
+def test_an_engine_on_each_rank(ranks):
+    "Their seeds differ, and so do their completions of the same prompt."
+    a, b = (r["dp"] for r in ranks)
+    assert a["seed"] + 1 == b["seed"]
+    assert len({tuple(c) for c in a["again"] + b["again"]}) == 4
