@@ -52,11 +52,16 @@ def clean_env() -> dict:
     return {k: v for k, v in os.environ.items() if not k.startswith(SPOILERS)} | SETTINGS
 
 
+def _hear_ctrl_c():
+    "A shell's background job ignores SIGINT, and so would every test of an interrupt in it."
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def run(command: list, cwd: Path, limit: float) -> tuple[int | None, str]:
     "Exit code (None: ran over `limit` seconds) and output. What the command leaves running is ended, and a failure."
     with tempfile.TemporaryFile("w+", errors="replace") as out:
         p = subprocess.Popen(list(map(str, command)), cwd=cwd, env=clean_env(), stdin=subprocess.DEVNULL, stdout=out,
-                             stderr=subprocess.STDOUT, start_new_session=True)
+                             stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_hear_ctrl_c)
         RUNNING.add(p.pid)
         try: code = p.wait(limit)
         except subprocess.TimeoutExpired: code = None
