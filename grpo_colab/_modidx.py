@@ -377,6 +377,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'grpo_colab.vllm_args.base_model': ('vllm_args.html#base_model', 'grpo_colab/vllm_args.py'),
                                       'grpo_colab.vllm_args.check_engine_args': ( 'vllm_args.html#check_engine_args',
                                                                                   'grpo_colab/vllm_args.py'),
+                                      'grpo_colab.vllm_args.check_ranks': ('vllm_args.html#check_ranks', 'grpo_colab/vllm_args.py'),
                                       'grpo_colab.vllm_args.config_only': ('vllm_args.html#config_only', 'grpo_colab/vllm_args.py'),
                                       'grpo_colab.vllm_args.engine_dtype': ('vllm_args.html#engine_dtype', 'grpo_colab/vllm_args.py'),
                                       'grpo_colab.vllm_args.first_line': ('vllm_args.html#first_line', 'grpo_colab/vllm_args.py'),

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['EngineError', 'EngineClosed', 'EngineRunning', 'Engine']
 
-# %% ../nbs/04_engine.ipynb #91e952b3
+# %% ../nbs/04_engine.ipynb #4b0d3282
 import atexit, gc, json, os, shutil, tempfile
 from pathlib import Path
 
@@ -21,15 +21,15 @@ from .policy_weights import policy_weights
 from .rollouts import Rollouts
 from .sample import check_prompts, run_requests, sampling_params, seeded, to_rollouts
 from .trace import Trace
-from .vllm_args import (base_model, check_engine_args, config_only, engine_dtype, first_line, launcher_env,
+from .vllm_args import (base_model, check_engine_args, check_ranks, config_only, engine_dtype, first_line, launcher_env,
                                   real_stdout, remedy)
 
-# %% ../nbs/04_engine.ipynb #46ba104a
+# %% ../nbs/04_engine.ipynb #1395d99d
 class EngineError(RuntimeError): "The engine could not start, or was left in a state in which it must not sample."
 class EngineClosed(EngineError): "The engine was closed, or another one took its place."
 class EngineRunning(EngineError): "Another engine is alive in this process."
 
-# %% ../nbs/04_engine.ipynb #fd88999e
+# %% ../nbs/04_engine.ipynb #2cc33730
 class Engine:
     """One vLLM inside this process, on this rank's device. With a live model, weights are copied, not read from disk.
     Raises `CheckpointError`, `TypeError` (unknown argument), `EngineRunning`, and `EngineError` when vLLM won't start."""
@@ -55,7 +55,7 @@ class Engine:
         if self.llm is None: self._start(model, tokenizer)
         if self.live: self._first_weights(model, load)
 
-# %% ../nbs/04_engine.ipynb #5829d3cf
+# %% ../nbs/04_engine.ipynb #c18ef6f8
 @patch
 def __repr__(self:Engine):
     state = f"closed: {self.why}" if self.llm is None else f"version {self.version}, context {self.max_model_len}"
@@ -71,12 +71,12 @@ def max_model_len(self:Engine) -> int: # tokens
     "The longest prompt and completion together."
     return self.llm.llm_engine.model_config.max_model_len
 
-# %% ../nbs/04_engine.ipynb #617f4443
+# %% ../nbs/04_engine.ipynb #72de5a2e
 @patch
 def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_args):
     "Work out vLLM's arguments, and the key by which an engine of the same shape is recognised."
     compat.require("torch", "vllm")
-    check_engine_args(engine_args)
+    check_engine_args(engine_args); check_ranks(tp)
     if not self.live: check_checkpoint(model)
     self.name = model.config.model_type if self.live else str(model)
     if dtype == "auto" and self.live: dtype = engine_dtype(model, self.cpu)
@@ -96,7 +96,7 @@ def _shape(model):
 
 def _eos_ids(model): return np.atleast_1d([] if (ids := model.generation_config.eos_token_id) is None else ids).tolist()
 
-# %% ../nbs/04_engine.ipynb #2b744daf
+# %% ../nbs/04_engine.ipynb #35a697f7
 @patch
 def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
@@ -114,7 +114,7 @@ def _settle(self:Engine, if_running):
         old.why, Engine.running = "a newer Engine of the same shape took its vLLM over", self
     else: old.close("another Engine took its place", say=False)
 
-# %% ../nbs/04_engine.ipynb #8783ecc4
+# %% ../nbs/04_engine.ipynb #fa494c18
 @patch
 def _start(self:Engine, model, tokenizer):
     "Build the `vllm.LLM`; on failure leave the process as it was."
@@ -140,7 +140,7 @@ def _forget(self:Engine, why):
     self.llm, self._dir, self.why = None, None, why
     if Engine.running is self: Engine.running = None
 
-# %% ../nbs/04_engine.ipynb #ffa48949
+# %% ../nbs/04_engine.ipynb #bbd4faa4
 @patch
 def _alive(self:Engine):
     "Raise unless there is an engine."
@@ -152,7 +152,7 @@ def _ready(self:Engine):
     self._alive()
     if self.broken: raise EngineError(f"the engine must not sample: {self.broken}. load_weights() mends it")
 
-# %% ../nbs/04_engine.ipynb #7dac997d
+# %% ../nbs/04_engine.ipynb #1e37f261
 @patch
 def generate(self:Engine,
     prompts:list,          # prompts: lists of token ids, or vLLM's prompt dicts (for images); all ranks of a TP group alike
@@ -172,7 +172,7 @@ def generate(self:Engine,
         span.add(tokens=len(rollouts.tokens))
     return rollouts
 
-# %% ../nbs/04_engine.ipynb #b4edf511
+# %% ../nbs/04_engine.ipynb #672019a5
 @patch
 def load_weights(self:Engine,
     weights,            # iterable of (Hugging Face name, tensor); whole, not sharded
@@ -193,7 +193,7 @@ def load_weights(self:Engine,
         span.add(**tally)
     return tally["bytes"]
 
-# %% ../nbs/04_engine.ipynb #ac843d0a
+# %% ../nbs/04_engine.ipynb #61d5b741
 def _tallied(weights, tally):
     for name, tensor in weights:
         tally["bytes"] += tensor.numel() * tensor.element_size()
@@ -210,7 +210,7 @@ def _first_weights(self:Engine, model, load):
         self.close("the policy's weights could not be copied", say=False)
         raise
 
-# %% ../nbs/04_engine.ipynb #7a0dee5a
+# %% ../nbs/04_engine.ipynb #874a46a7
 @patch
 def load_lora(self:Engine,
     adapter,         # directory as PEFT saves it, or a live `PeftModel`
@@ -236,7 +236,7 @@ def _adapter(self:Engine, name):
     if name is not None and name not in self.loras: raise KeyError(f"no adapter {name!r}: loaded are {sorted(self.loras)}")
     return self.loras.get(name)
 
-# %% ../nbs/04_engine.ipynb #73527620
+# %% ../nbs/04_engine.ipynb #8e92643e
 @patch
 def sleep(self:Engine,
     level:int=1, # 1 keeps the weights in main memory, 2 drops them
@@ -259,7 +259,7 @@ def wake(self:Engine,
     with self.trace.span("wake", tags=list(tags)), uninterrupted(): self.llm.wake_up(list(tags) or None)
     return True
 
-# %% ../nbs/04_engine.ipynb #8e64424b
+# %% ../nbs/04_engine.ipynb #b4839a6a
 @patch
 def close(self:Engine,
     why:str="close() was called", # what to tell whoever uses this engine afterwards

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from small import TASK, changed, rows, temporary, trainer, weights
+from small import TASK, changed, rows, trainer, weights
 from transformers import TrainerCallback
 
 from grpo_colab.checkpoint import CheckpointError, last_whole_checkpoint
@@ -118,8 +118,7 @@ def interrupts(out, seed, number, **options):
         if numbers(t) != curve: faults.append(f"run {runs}, {hits[-4:]}: the log differs")
         if last_whole_checkpoint(t.args.output_dir)[1]: faults.append(f"run {runs}: a checkpoint is not whole")
         read_trace(t.trace.path)
-    t.close(say=False)
-    return dict(hits=hits, runs=runs, faults=faults, temporary=sorted(temporary()))
+    return dict(hits=hits, runs=runs, faults=faults)
 
 
 # ---- a disk that fills, a process that is killed ----
@@ -159,7 +158,7 @@ def full_disk(out):
         t.train()
         if diff := changed(expected, weights(t.model)): faults.append(f"{kind} {size}, {told[-1]}: {len(diff)} weights differ")
         if kind == "checkpoint" and numbers(t) != curve: faults.append(f"{size}: the log differs")
-    return dict(faults=faults, told=told, temporary=sorted(temporary()))
+    return dict(faults=faults, told=told)
 
 
 def killed(out, number):
@@ -190,7 +189,7 @@ def killed(out, number):
         t = run(f"{out}/left{i}")
         t.train(resume_from_checkpoint=True)
         if changed(expected, weights(t.model)): faults.append(f"resumed after kill {i}, {left[i]}: weights differ")
-    return dict(moments=list(moments.values()), left=left, faults=faults, temporary=sorted(temporary()))
+    return dict(moments=list(moments.values()), left=left, faults=faults)
 
 
 if __name__ == "__main__":
