@@ -5,22 +5,25 @@
 # %% auto #0
 __all__ = ['CheckpointError', 'check_checkpoint', 'last_whole_checkpoint', 'whole_or_gone']
 
-# %% ../nbs/03b_checkpoint.ipynb #7d785f43
+# %% ../nbs/03b_checkpoint.ipynb #5f1233b0
 import contextlib, json, shutil, struct
 from pathlib import Path
 
-# %% ../nbs/03b_checkpoint.ipynb #be1b23bc
+# %% ../nbs/03b_checkpoint.ipynb #51c4bdc1
 class CheckpointError(OSError):
     "A checkpoint is missing, broken, or could not be written."
 
-# %% ../nbs/03b_checkpoint.ipynb #f90afe4f
+# %% ../nbs/03b_checkpoint.ipynb #65da89f5
 def _check_safetensors(path):
     size = path.stat().st_size
     with open(path, "rb") as f: head = f.read(8)
     if len(head) < 8: raise CheckpointError(f"{path} is broken: {size} bytes. Copy or download it again")
     n = struct.unpack("<Q", head)[0]
-    if n > size: raise CheckpointError(f"{path} is not a safetensors file. Copy or download it again")
-    with open(path, "rb") as f: header = json.loads(f.read(8 + n)[8:])
+    foreign = CheckpointError(f"{path} is not a safetensors file. Copy or download it again")
+    if n > size: raise foreign
+    with open(path, "rb") as f: header = f.read(8 + n)[8:]
+    try: header = json.loads(header)
+    except ValueError as e: raise foreign from e
     end = max((t["data_offsets"][1] for k, t in header.items() if k != "__metadata__"), default=0)
     if 8 + n + end != size:
         raise CheckpointError(f"{path} has {size} bytes but its header promises {8 + n + end}: it was cut short. "
@@ -36,7 +39,7 @@ def _weight_files(path):
         return [path/s for s in shards]
     return sorted([*path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.gguf"), *path.glob("*.pt")])
 
-# %% ../nbs/03b_checkpoint.ipynb #60b6166c
+# %% ../nbs/03b_checkpoint.ipynb #d0cec20b
 def check_checkpoint(
     path:str|Path, # a local directory with a model; anything that is no path (a hub id) is left to the hub
     weights:bool=True, # must there be weight files? (an engine started from a live model needs only the config)
@@ -57,7 +60,7 @@ def check_checkpoint(
     for file in files:
         if file.suffix == ".safetensors": _check_safetensors(file)
 
-# %% ../nbs/03b_checkpoint.ipynb #b4a69379
+# %% ../nbs/03b_checkpoint.ipynb #8adff0a1
 def last_whole_checkpoint(
     output_dir:str|Path, # a run's output directory, with `checkpoint-N` inside
 ) -> tuple[Path|None, list[Path]]: # the newest whole one (None if there is none), and newer ones that are not whole
@@ -72,7 +75,7 @@ def last_whole_checkpoint(
         except (OSError, ValueError): broken.append(path)
     return None, broken
 
-# %% ../nbs/03b_checkpoint.ipynb #a5b83a80
+# %% ../nbs/03b_checkpoint.ipynb #e4d04fcf
 def _full(error):
     "Does this error, or what caused it, speak of a full disk or a file size limit?"
     words = ("No space left", "File too large", "Disk quota exceeded", "unexpected pos", "PytorchStreamWriter")
