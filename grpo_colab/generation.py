@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['EngineGeneration', 'call_seed', 'runs']
 
-# %% ../nbs/05a_generation.ipynb #fd7c9719
+# %% ../nbs/05a_generation.ipynb #0c9b1110
 from itertools import groupby
 
 import numpy as np
@@ -17,7 +17,7 @@ from .engine import Engine
 from .policy_weights import policy_weights
 from .rollouts import Rollouts
 
-# %% ../nbs/05a_generation.ipynb #13847024
+# %% ../nbs/05a_generation.ipynb #34c50a46
 class EngineGeneration(compat.vllm_generation()):
     "Stands where TRL's `VLLMGeneration` stands: `sync_weights()` and `generate()`, on an `Engine`."
     def __init__(self,
@@ -35,13 +35,13 @@ class EngineGeneration(compat.vllm_generation()):
                         trust_remote_code=self.trust_remote_code)
         if not cpu: settings |= dict(gpu_memory_utilization=self.gpu_memory_utilization,
                                      enable_sleep_mode=self.enable_sleep_mode)
-        self.engine = Engine(self.model, self.processing_class, dtype=getattr(args, "engine_dtype", "auto"),
-            seed=args.seed, tensor_parallel_size=self.tensor_parallel_size, trace=self.trainer.trace, load=False,
-            **settings | (getattr(args, "engine_args", None) or {}))
+        settings |= dict(dtype=getattr(args, "engine_dtype", "auto"), seed=args.seed, load=False,
+                         tensor_parallel_size=self.tensor_parallel_size, trace=self.trainer.trace)
+        self.engine = Engine(self.model, self.processing_class, **settings | (getattr(args, "engine_args", None) or {}))
         if self.enable_sleep_mode: self.engine.sleep(2)
         self.accelerator.wait_for_everyone()
 
-# %% ../nbs/05a_generation.ipynb #fc4c2cfd
+# %% ../nbs/05a_generation.ipynb #405aa23b
 @patch(as_prop=True)
 def llm(self:EngineGeneration): # the `vllm.LLM`; TRL's tool loop reads the context length from it
     "The vLLM that samples."
@@ -67,7 +67,7 @@ def _sampling(self:EngineGeneration):
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields
 
-# %% ../nbs/05a_generation.ipynb #9ce69ecd
+# %% ../nbs/05a_generation.ipynb #6cd300dd
 def call_seed(
     seed:int,       # `args.seed`
     step:int,       # optimizer steps so far
@@ -88,7 +88,7 @@ def _engine_call(self:EngineGeneration, prompts, n, sampling):
     self._calls[training] = call + 1
     return r
 
-# %% ../nbs/05a_generation.ipynb #6121d208
+# %% ../nbs/05a_generation.ipynb #fb3ba8dc
 def runs(
     prompts:list, # prompts, equal ones next to each other
 ) -> tuple[list, int]: # prompts to ask, and completions of each; (prompts, 1) when the repetitions differ in number
@@ -97,7 +97,7 @@ def runs(
     n = groups[0][1] if groups else 1
     return ([p for p, _ in groups], n) if all(c == n for _, c in groups) else (list(prompts), 1)
 
-# %% ../nbs/05a_generation.ipynb #ee2cb93a
+# %% ../nbs/05a_generation.ipynb #858f33e2
 @patch
 def _shared(self:EngineGeneration, prompts):
     "The prompts of all ranks that share this engine, and where this rank's begin."
@@ -107,7 +107,7 @@ def _shared(self:EngineGeneration, prompts):
     torch.distributed.all_gather_object(parts, prompts, group=group)
     return [p for part in parts for p in part], sum(map(len, parts[:torch.distributed.get_rank(group)]))
 
-# %% ../nbs/05a_generation.ipynb #dde9a94b
+# %% ../nbs/05a_generation.ipynb #da546d68
 @patch
 def generate(self:EngineGeneration,
     prompts:list[list[int]],  # this rank's prompts, each repeated as often as it is to be completed
@@ -132,7 +132,7 @@ def _with_images(prompt, images):
     data = images if images and len(images) > 1 else images and images[0]
     return dict(prompt_token_ids=prompt) | (dict(multi_modal_data=dict(image=data)) if images else {})
 
-# %% ../nbs/05a_generation.ipynb #0c7c8c96
+# %% ../nbs/05a_generation.ipynb #bbb8bf6e
 @patch
 def sample(self:EngineGeneration,
     prompts:list[list[int]], # prompts: token ids
