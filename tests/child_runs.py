@@ -143,7 +143,7 @@ def full_disk(out):
     t.train()
     expected, curve, faults, told, parts = weights(t.model), numbers(t), [], [], ("model.safetensors", "optimizer.pt")
     sizes = [os.path.getsize(f"{out}/undisturbed/checkpoint-2/{p}") for p in parts]
-    cases = [("trace", room) for room in range(0, 2400, 110)] + [("checkpoint", size - 1000) for size in sorted(sizes)]
+    cases = [("trace", room) for room in range(0, 2400, 150)] + [("checkpoint", size - 1000) for size in sorted(sizes)]
     for kind, size in cases:
         d, trace = f"{out}/{kind}{size}", f"{out}/{kind}{size}.jsonl"
         fill = AtStep(3, lambda: limit(size + (os.path.getsize(trace) if kind == "trace" else 0)))
@@ -161,35 +161,18 @@ def full_disk(out):
     return dict(faults=faults, told=told)
 
 
-def killed(out, number):
-    """A fork of this process is killed while it writes its second checkpoint, at `number` random moments and just before
-    its last file; in each copy of what is left, a new trainer resumes."""
-    moments, left, chance = {}, [], random.Random(0)
-    def fork():
-        seconds = [e["dur"] / 1e6 for e in t.trace.events if e["name"] == "checkpoint"][-1]
-        for i in range(number + 1):
-            sys.stdout.flush()
-            if (pid := os.fork()) == 0: return die(None if i == number else chance.random() * seconds / 2)
-            chance.random()
-            moments[i] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            shutil.copytree(f"{out}/run", f"{out}/left{i}")
-            left.append(whole(f"{out}/run"))
-            shutil.rmtree(f"{out}/run/checkpoint-4", ignore_errors=True)
-    def die(delay):
-        "In the fork: be killed after `delay` seconds, or when the last file is opened."
-        def last(event, args):
-            if event == "open" and str(args[0]).endswith("checkpoint-4/trainer_state.json"): os.kill(os.getpid(), signal.SIGKILL)
-        if delay is None: sys.addaudithook(last)
-        else: threading.Thread(target=lambda: (time.sleep(delay), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
-        t.add_callback(AtStep(5, lambda: os._exit(9)))
-    t = run(f"{out}/run", parts=dict(callbacks=[AtStep(4, fork, end=True)]))
-    t.train()
-    expected, faults = weights(t.model), []
-    for i in moments:
-        t = run(f"{out}/left{i}")
-        t.train(resume_from_checkpoint=True)
-        if changed(expected, weights(t.model)): faults.append(f"resumed after kill {i}, {left[i]}: weights differ")
-    return dict(moments=list(moments.values()), left=left, faults=faults)
+def killed(out):
+    """Killed, by SIGKILL, when the last file of the second checkpoint is opened; what is there when each of the others is
+    opened is copied first."""
+    copying = []
+    def opened(event, args):
+        if event != "open" or copying or "checkpoint-4/" not in (path := str(args[0])): return
+        if path.endswith("/trainer_state.json"): os.kill(os.getpid(), signal.SIGKILL)
+        copying.append(path)
+        shutil.copytree(f"{out}/run", f"{out}/left-{Path(path).name}", dirs_exist_ok=True)
+        copying.clear()
+    sys.addaudithook(opened)
+    run(f"{out}/run").train()
 
 
 if __name__ == "__main__":

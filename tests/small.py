@@ -8,6 +8,7 @@ os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TRL_EXPERIMENTAL_SILE
 import json
 import logging
 import math
+import signal
 import subprocess
 import sys
 import tempfile
@@ -87,14 +88,16 @@ def check_trained(t, before, steps=2):
 def temporary(): return {n for n in os.listdir(tempfile.gettempdir()) if n.startswith("grpo_colab-")}
 
 
-def child(function, out, seconds=240, **arguments):
-    "Run a function of `child_runs.py` in a process of its own, which must end in time and leave no temporary directory."
+def child(function, out, seconds=240, killed=False, **arguments):
+    """Run a function of `child_runs.py` in a process of its own, which must end in time, and leave no temporary directory
+    unless it is to be killed. Its result."""
     folder, tests = Path(out)/"tmp", Path(__file__).parent
     folder.mkdir()
     command = [sys.executable, "-W", "ignore", str(tests/"child_runs.py"), function]
     done = subprocess.run([*command, json.dumps(dict(out=str(out)) | arguments)], text=True, timeout=seconds, stdin=subprocess.DEVNULL,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, 
                           env=os.environ | dict(TMPDIR=str(folder), PYTHONPATH=str(tests.parent)))
-    assert done.returncode == 0, done.stdout[-6000:]
+    assert done.returncode == (-signal.SIGKILL if killed else 0), done.stdout[-6000:]
+    if killed: return None
     assert not [p.name for p in folder.iterdir() if p.name.startswith("grpo_colab-")]
-    return json.loads(done.stdout.strip().splitlines()[-1]), done.stdout
+    return json.loads(done.stdout.strip().splitlines()[-1])

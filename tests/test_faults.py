@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import struct
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
+import child_runs
 from small import TASK, TOKENIZER, changed, child, gap, policy, rows, short, temporary, trainer, weights
 from grpo_colab import compat, toys
 from grpo_colab.checkpoint import CheckpointError, last_whole_checkpoint
@@ -27,13 +29,15 @@ OURS = dict(config=ColocateGRPOConfig)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def engine():
+def engine(tmp_path_factory):
     "All tests share one vLLM. After them nothing is left: no engine, no process group, no temporary directory."
-    before = temporary()
+    before, tempfile.tempdir = tempfile.tempdir, str(tmp_path_factory.mktemp("tmp"))
+    if Engine.running: Engine.running.close(say=False)
     yield
     if Engine.running: Engine.running.close(say=False)
+    left, tempfile.tempdir = temporary(), before
     assert Engine.running is None and not compat.engine_in_process() and not torch.distributed.is_initialized()
-    assert temporary() <= before
+    assert not left
 
 
 @pytest.fixture(scope="module")
@@ -356,8 +360,8 @@ def test_go_on_after_the_last_step(undisturbed, tmp_path):
 # ---- in processes of their own ----
 
 def test_full_disk(tmp_path):
-    "At 22 places in two steps' trace, and in the middle of a checkpoint's weights and of its optimizer state."
-    result, _ = child("full_disk", tmp_path)
+    "At 16 places in two steps' trace, and in the middle of a checkpoint's weights and of its optimizer state."
+    result = child("full_disk", tmp_path)
     assert not result["faults"], result["faults"]
     for kind, error, text, step in result["told"]:
         assert error == dict(trace="TraceError", checkpoint="CheckpointError")[kind]
@@ -367,12 +371,20 @@ def test_full_disk(tmp_path):
     assert {step for kind, _, _, step in result["told"] if kind == "trace"} >= {2, 3}
 
 
-def test_killed_while_a_checkpoint_is_written(tmp_path):
-    "SIGKILL at six random moments of it and before its last file: the next run resumes from the last whole one."
-    result, printed = child("killed", tmp_path, number=6)
-    assert result["moments"].count(-9) >= 4, result
-    assert "checkpoint-4 was never finished and is passed over" in printed
-    assert not result["faults"], result["faults"]
+def test_killed_while_a_checkpoint_is_written(tmp_path, capsys):
+    "Whatever was written of the second checkpoint: a new process resumes from the first, and ends as if nothing had been."
+    child("killed", tmp_path, killed=True)
+    whole = child_runs.run(tmp_path/"whole")
+    whole.train()
+    left = sorted(p for p in tmp_path.iterdir() if p.name.startswith("left-"))
+    assert len(left) >= 3, left
+    for folder in (tmp_path/"run", *left):
+        assert [p.name for p in last_whole_checkpoint(folder)[1]] == ["checkpoint-4"]
+        capsys.readouterr()
+        t = child_runs.run(folder)
+        t.train(resume_from_checkpoint=True)
+        assert "checkpoint-4 was never finished and is passed over" in capsys.readouterr().out
+        assert not changed(weights(whole.model), weights(t.model)) and last_whole_checkpoint(folder)[1] == []
 
 
 @pytest.mark.parametrize("options", [{}, dict(per_device_train_batch_size=4, steps_per_generation=4, gradient_accumulation_steps=2, max_steps=7)],
@@ -380,7 +392,7 @@ def test_killed_while_a_checkpoint_is_written(tmp_path):
 def test_ctrl_c(options, tmp_path):
     """Real SIGINTs at random moments of every phase, each followed by train() again: the run ends with the weights and the
     log, to the bit, of one that nobody interrupted; no request is left in the engine, every checkpoint is whole."""
-    result, _ = child("interrupts", tmp_path, seed=0, number=24, **options)
+    result = child("interrupts", tmp_path, seed=0, number=24, **options)
     assert not result["faults"], result["faults"]
     assert len(result["hits"]) >= 20
     assert len({phase for phase, _ in result["hits"]}) >= 8, result["hits"]
