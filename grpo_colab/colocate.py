@@ -6,7 +6,7 @@
 __all__ = ['COUNTERS', 'ColocateGRPOConfig', 'ColocateGRPOTrainer', 'rng_state', 'set_rng_state']
 
 # %% ../nbs/09_colocate.ipynb #11d06394
-import random, shutil, tempfile
+import json, random, shutil, tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,6 +44,7 @@ class ColocateGRPOConfig(GRPOConfig):
 
     def __post_init__(self):
         if not torch.cuda.is_available(): self.use_cpu = True
+        if isinstance(self.engine_args, str): self.engine_args = json.loads(self.engine_args)
         if self.bf16 is None and not (torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)):
             self.bf16 = False  # TRL's default of True is an error on a CPU and emulated on a T4
         super().__post_init__()
@@ -107,8 +108,7 @@ def close(self:ColocateGRPOTrainer,
     say:bool=True, # print what was freed?
 ):
     "End the engine and the trace. The policy stays, and can be saved or used. Safe to call twice."
-    running = getattr(self.vllm_generation, "engine", None)
-    if running is not None and running.llm is not None: running.close("its trainer was closed", say)
+    if (engine := getattr(self.vllm_generation, "engine", None)) and engine.llm: engine.close("its trainer was closed", say)
     self.trace.close()
 
 # %% ../nbs/09_colocate.ipynb #8433fc55
