@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['EngineError', 'EngineClosed', 'EngineRunning', 'Engine']
 
-# %% ../nbs/04_engine.ipynb #4b0d3282
+# %% ../nbs/04_engine.ipynb #2661d9bc
 import atexit, gc, json, os, shutil, tempfile
 from pathlib import Path
 
@@ -17,19 +17,19 @@ from tqdm.auto import tqdm
 from . import compat
 from .checkpoint import CheckpointError, check_checkpoint
 from .interrupt import uninterrupted
-from .policy_weights import policy_weights
+from .policy_weights import has_own_head, policy_weights
 from .rollouts import Rollouts
 from .sample import check_prompts, run_requests, sampling_params, seeded, to_rollouts
 from .trace import Trace
 from .vllm_args import (base_model, check_engine_args, check_ranks, config_only, engine_dtype, first_line, launcher_env,
                                   real_stdout, remedy)
 
-# %% ../nbs/04_engine.ipynb #1395d99d
+# %% ../nbs/04_engine.ipynb #12a14fd0
 class EngineError(RuntimeError): "The engine could not start, or was left in a state in which it must not sample."
 class EngineClosed(EngineError): "The engine was closed, or another one took its place."
 class EngineRunning(EngineError): "Another engine is alive in this process."
 
-# %% ../nbs/04_engine.ipynb #2cc33730
+# %% ../nbs/04_engine.ipynb #266e6045
 class Engine:
     """One vLLM inside this process, on this rank's device. With a live model, weights are copied, not read from disk.
     Raises `CheckpointError`, `TypeError` (unknown argument), `EngineRunning`, and `EngineError` when vLLM won't start."""
@@ -55,7 +55,7 @@ class Engine:
         if self.llm is None: self._start(model, tokenizer)
         if self.live: self._first_weights(model, load)
 
-# %% ../nbs/04_engine.ipynb #c18ef6f8
+# %% ../nbs/04_engine.ipynb #6458e5e3
 @patch
 def __repr__(self:Engine):
     state = f"closed: {self.why}" if self.llm is None else f"version {self.version}, context {self.max_model_len}"
@@ -71,7 +71,7 @@ def max_model_len(self:Engine) -> int: # tokens
     "The longest prompt and completion together."
     return self.llm.llm_engine.model_config.max_model_len
 
-# %% ../nbs/04_engine.ipynb #72de5a2e
+# %% ../nbs/04_engine.ipynb #782dccc3
 @patch
 def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_args):
     "Work out vLLM's arguments, and the key by which an engine of the same shape is recognised."
@@ -92,11 +92,11 @@ def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_
 def _shape(model):
     "What of a live model decides the shape of its engine; the rest of its config changes when it is saved or loaded."
     passing = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
-    return type(base_model(model)).__name__, {k: v for k, v in model.config.to_dict().items() if k not in passing}
+    return type(base_model(model)).__name__, has_own_head(model), {k: v for k, v in model.config.to_dict().items() if k not in passing}
 
 def _eos_ids(model): return np.atleast_1d([] if (ids := model.generation_config.eos_token_id) is None else ids).tolist()
 
-# %% ../nbs/04_engine.ipynb #35a697f7
+# %% ../nbs/04_engine.ipynb #706cc997
 @patch
 def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
@@ -109,18 +109,19 @@ def _settle(self:Engine, if_running):
                             "the notebook's kernel")
     if if_running == "error":
         raise EngineRunning(f"{old} is alive in this process: close() it, or pass if_running='replace'")
-    if if_running == "reuse" and self.live and old.key == self.key and old.broken is None:
+    if if_running == "reuse" and self.live and old.key == self.key:
+        if old.llm.llm_engine.is_sleeping(): old.wake()
         self.llm, self._dir, self._made_groups, old.llm, old._dir = old.llm, old._dir, old._made_groups, None, None
         old.why, Engine.running = "a newer Engine of the same shape took its vLLM over", self
     else: old.close("another Engine took its place", say=False)
 
-# %% ../nbs/04_engine.ipynb #fa494c18
+# %% ../nbs/04_engine.ipynb #e87cf74c
 @patch
 def _start(self:Engine, model, tokenizer):
     "Build the `vllm.LLM`; on failure leave the process as it was."
     compat.keep_cpu_weights_loadable()
     self._made_groups = not torch.distributed.is_initialized()
-    self._dir = config_only(model, tokenizer) if self.live else None
+    self._dir = config_only(model, tokenizer, has_own_head(model)) if self.live else None
     devices = [] if self.cpu else [torch.cuda.current_device()]
     try:
         with (self.trace.span("start"), launcher_env(VLLM_CPU_KVCACHE_SPACE=1), torch.random.fork_rng(devices),
@@ -140,7 +141,7 @@ def _forget(self:Engine, why):
     self.llm, self._dir, self.why = None, None, why
     if Engine.running is self: Engine.running = None
 
-# %% ../nbs/04_engine.ipynb #bbd4faa4
+# %% ../nbs/04_engine.ipynb #3a19b661
 @patch
 def _alive(self:Engine):
     "Raise unless there is an engine."
@@ -152,7 +153,7 @@ def _ready(self:Engine):
     self._alive()
     if self.broken: raise EngineError(f"the engine must not sample: {self.broken}. load_weights() mends it")
 
-# %% ../nbs/04_engine.ipynb #1e37f261
+# %% ../nbs/04_engine.ipynb #42be31a7
 @patch
 def generate(self:Engine,
     prompts:list,          # prompts: lists of token ids, or vLLM's prompt dicts (for images); all ranks of a TP group alike
@@ -172,7 +173,7 @@ def generate(self:Engine,
         span.add(tokens=len(rollouts.tokens))
     return rollouts
 
-# %% ../nbs/04_engine.ipynb #672019a5
+# %% ../nbs/04_engine.ipynb #f17d6b47
 @patch
 def load_weights(self:Engine,
     weights,            # iterable of (Hugging Face name, tensor); whole, not sharded
@@ -193,7 +194,7 @@ def load_weights(self:Engine,
         span.add(**tally)
     return tally["bytes"]
 
-# %% ../nbs/04_engine.ipynb #61d5b741
+# %% ../nbs/04_engine.ipynb #fc49d800
 def _tallied(weights, tally):
     for name, tensor in weights:
         tally["bytes"] += tensor.numel() * tensor.element_size()
@@ -210,7 +211,7 @@ def _first_weights(self:Engine, model, load):
         self.close("the policy's weights could not be copied", say=False)
         raise
 
-# %% ../nbs/04_engine.ipynb #874a46a7
+# %% ../nbs/04_engine.ipynb #4fc488e7
 @patch
 def load_lora(self:Engine,
     adapter,         # directory as PEFT saves it, or a live `PeftModel`
@@ -236,13 +237,13 @@ def _adapter(self:Engine, name):
     if name is not None and name not in self.loras: raise KeyError(f"no adapter {name!r}: loaded are {sorted(self.loras)}")
     return self.loras.get(name)
 
-# %% ../nbs/04_engine.ipynb #8e92643e
+# %% ../nbs/04_engine.ipynb #301ac558
 @patch
 def sleep(self:Engine,
     level:int=1, # 1 keeps the weights in main memory, 2 drops them
 ) -> bool: # did it fall asleep? False on a CPU
     "Give the GPU memory of the KV cache and the weights back. Needs `enable_sleep_mode=True`."
-    self._ready()
+    self._alive()
     if self.cpu: return False
     if not self.args.get("enable_sleep_mode"): raise EngineError("this engine cannot sleep: it needs enable_sleep_mode=True")
     with self.trace.span("sleep", level=level), uninterrupted():
@@ -259,7 +260,7 @@ def wake(self:Engine,
     with self.trace.span("wake", tags=list(tags)), uninterrupted(): self.llm.wake_up(list(tags) or None)
     return True
 
-# %% ../nbs/04_engine.ipynb #b4839a6a
+# %% ../nbs/04_engine.ipynb #75a002b7
 @patch
 def close(self:Engine,
     why:str="close() was called", # what to tell whoever uses this engine afterwards

@@ -5,12 +5,19 @@
 # %% auto #0
 __all__ = ['RewardError', 'check_rewards', 'checked', 'gold_answer', 'math_reward']
 
-# %% ../nbs/03e_rewards.ipynb #ba7aed6e
-import functools, inspect, math
+# %% ../nbs/03e_rewards.ipynb #55b897b0
+import functools, inspect
 
-# %% ../nbs/03e_rewards.ipynb #80a30205
+# %% ../nbs/03e_rewards.ipynb #7ec68c63
 class RewardError(ValueError):
     "A reward function returned something that is no reward."
+
+# %% ../nbs/03e_rewards.ipynb #4ef6ee0e
+def _is_finite(reward):
+    "Is this one number that float32 holds? TRL computes in it, where 1e300 is infinite."
+    if isinstance(reward, (str, bytes)): return False
+    try: return abs(float(reward)) < 3.4e38
+    except (TypeError, ValueError, OverflowError, RuntimeError): return False
 
 def check_rewards(
     rewards,          # what a reward function returned
@@ -25,13 +32,12 @@ def check_rewards(
         raise RewardError(f"reward {name!r} returned {len(rewards)} rewards for {len(completions)} completions: return one "
                           "number for each")
     for i, reward in enumerate(rewards):
-        try: good = reward is None or math.isfinite(reward)
-        except TypeError: good = False
-        if not good: raise RewardError(f"reward {name!r} gave {reward!r} to completion {i}, {str(completions[i])[:80]!r}: "
-                                       "return a finite number, or None where it cannot judge")
+        if reward is None or _is_finite(reward): continue
+        raise RewardError(f"reward {name!r} gave {str(reward)[:40]!r} to completion {i}, {str(completions[i])[:80]!r}: "
+                          "return a finite number, or None where it cannot judge")
     return [None if r is None else float(r) for r in rewards]
 
-# %% ../nbs/03e_rewards.ipynb #e27a1a39
+# %% ../nbs/03e_rewards.ipynb #6f7073e8
 def _name(func): return getattr(func, "__name__", type(func).__name__)
 
 def checked(
@@ -55,7 +61,7 @@ def checked(
     judge.__name__ = _name(func)
     return judge
 
-# %% ../nbs/03e_rewards.ipynb #32c1c8c8
+# %% ../nbs/03e_rewards.ipynb #019a482d
 def gold_answer(
     answer:str, # a worked answer as GSM8K writes it, or the bare result
 ) -> str: # the result: what stands behind the last `####`, without thousands separators

@@ -6,13 +6,13 @@
 __all__ = ['REMEDIES', 'launcher_env', 'real_stdout', 'check_engine_args', 'check_ranks', 'base_model', 'config_only',
            'engine_dtype', 'first_line', 'remedy']
 
-# %% ../nbs/03d_vllm_args.ipynb #2837b9af
+# %% ../nbs/03d_vllm_args.ipynb #a2f36d62
 import contextlib, difflib, inspect, json, os, socket, sys, tempfile
 from pathlib import Path
 
 from . import compat
 
-# %% ../nbs/03d_vllm_args.ipynb #554436d1
+# %% ../nbs/03d_vllm_args.ipynb #b69e5424
 def _free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -33,7 +33,7 @@ def launcher_env(
         for k in set(os.environ) - set(before): del os.environ[k]
         os.environ.update(before)
 
-# %% ../nbs/03d_vllm_args.ipynb #0a3eb25d
+# %% ../nbs/03d_vllm_args.ipynb #a82cce54
 @contextlib.contextmanager
 def real_stdout():
     "While this is open, `sys.stdout` is a file, as vLLM expects; in a notebook what is printed then goes to the terminal."
@@ -43,7 +43,7 @@ def real_stdout():
     try: yield
     finally: sys.stdout = before
 
-# %% ../nbs/03d_vllm_args.ipynb #c83eaf16
+# %% ../nbs/03d_vllm_args.ipynb #764e18e3
 def check_engine_args(
     args:dict, # engine arguments, named as in vLLM's `EngineArgs`
 ):
@@ -56,7 +56,7 @@ def check_engine_args(
         hint = f": did you mean {' or '.join(near)}?" if near else ": see `vllm serve --help` for the list"
         raise TypeError(f"vLLM {compat.installed('vllm')} has no engine argument {name!r}{hint}")
 
-# %% ../nbs/03d_vllm_args.ipynb #45c6f870
+# %% ../nbs/03d_vllm_args.ipynb #6f8e3818
 def check_ranks(
     tensor_parallel_size:int, # ranks that share one engine
 ):
@@ -66,7 +66,7 @@ def check_ranks(
         raise ValueError(f"tensor_parallel_size={tensor_parallel_size} does not divide the {world} process(es) of this run: "
                          f"start it with torchrun --nproc-per-node {max(tensor_parallel_size, 1)}")
 
-# %% ../nbs/03d_vllm_args.ipynb #a2a89469
+# %% ../nbs/03d_vllm_args.ipynb #36dba9ed
 def base_model(
     model, # a live `PreTrainedModel` or `PeftModel`
 ): # the `PreTrainedModel`
@@ -76,12 +76,14 @@ def base_model(
 def config_only(
     model,           # a live `PreTrainedModel`
     tokenizer=None,  # its tokenizer or processor; without one, the engine can neither decode nor match stop strings
+    own_head:bool=False, # write that head and embedding are not tied, whatever the model's configuration says?
 ) -> str: # path of a new temporary directory; whoever called removes it
     "A model directory without weights, from which an engine can be built that gets its weights from `model`."
     path = tempfile.mkdtemp(prefix="grpo_colab-")
     model = base_model(model)
     config = model.config.__class__.from_dict(model.config.to_dict())
     config.architectures = [type(model).__name__]
+    if own_head: config.tie_word_embeddings = False
     config.save_pretrained(path)
     if getattr(model, "generation_config", None) is not None:  # has the end-of-sequence ids, and possibly sampling
         kept = {k: v for k, v in model.generation_config.to_dict().items() if k.endswith("token_id") and v is not None}
@@ -89,7 +91,7 @@ def config_only(
     if tokenizer is not None: tokenizer.save_pretrained(path)
     return path
 
-# %% ../nbs/03d_vllm_args.ipynb #e6ec028e
+# %% ../nbs/03d_vllm_args.ipynb #64f73372
 def engine_dtype(
     model,       # a live `PreTrainedModel`
     cpu:bool,    # does the engine run on the CPU?
@@ -100,9 +102,10 @@ def engine_dtype(
     if cpu or dtype != "float32": return dtype
     return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
-# %% ../nbs/03d_vllm_args.ipynb #2096a9fd
+# %% ../nbs/03d_vllm_args.ipynb #e52c85e6
 REMEDIES = {  # words in vLLM's error -> what to do
     "No available memory for the cache": "Raise gpu_memory_utilization, or lower max_model_len or max_num_seqs",
+    "greater than the derived max_model_len": "Lower max_model_len: this model's positions end there",
     "less than desired GPU memory": "Something else holds the GPU: close it, or lower gpu_memory_utilization",
     "out of memory": "Close what else holds the GPU, or lower gpu_memory_utilization and max_num_seqs",
     "larger than the maximum number of tokens": "Lower max_model_len, or raise gpu_memory_utilization",
@@ -111,10 +114,15 @@ REMEDIES = {  # words in vLLM's error -> what to do
     "not supported for now": "This vLLM does not know the architecture: see its list of supported models",
 }
 
+# %% ../nbs/03d_vllm_args.ipynb #8077e3e1
 def first_line(
     error, # an exception
-) -> str: # its first line, at most 300 characters
-    "What happened, short enough for a message."
+) -> str: # one line, at most 400 characters
+    "What happened, short enough for a message: of a validation error the field, its value and what is wrong with it."
+    if hasattr(error, "errors"):  # pydantic's first line only counts them
+        e = error.errors()[0]
+        value = f"={e['input']!r}" if isinstance(e["input"], (str, int, float)) else ""
+        return f"{'.'.join(map(str, e['loc']))}{value}: {e['msg']}"[:400]
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 def remedy(

@@ -271,10 +271,7 @@ ADAPTERS = dict(
     vera=VeraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
 
 
-# Adapters on a head or embedding that are tied to each other: the engine does not get them right yet.
-UNSOLVED = {"saved_head", "saved_embedding", "embedding", "tokens"}
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in UNSOLVED else n for n in ADAPTERS])
+@pytest.mark.parametrize("name", ADAPTERS)
 def test_adapter(name, tmp_path):
     "The engine samples as the adapted policy does, and the base does not change by a bit. The toy's embeddings are tied."
     tied = name != "tokens"  # which TRL cannot train on a tied head

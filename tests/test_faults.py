@@ -23,7 +23,7 @@ from grpo_colab.rewards import RewardError
 from grpo_colab.sample import PromptTooLong
 from grpo_colab.trace import TraceError, read_trace
 
-pytestmark = pytest.mark.slow  # not all of them pass yet: run with --flags slow
+
 
 OURS = dict(config=ColocateGRPOConfig)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow  # not all of them pass yet: run with --flags slow
+
 
 HERE = Path(__file__).resolve().parent
 LEFT = dict(sum=3, vllm=False, running=False, temporary=[], environment=True)  # accelerate's group adds 1 and 2; nothing else
