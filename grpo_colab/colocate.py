@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['COUNTERS', 'ColocateGRPOTrainer', 'rng_state', 'set_rng_state']
 
-# %% ../nbs/09_colocate.ipynb #7c7e357d
-import random, tempfile
+# %% ../nbs/09_colocate.ipynb #182f66e5
+import json, random, tempfile
 from collections import defaultdict
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -25,11 +26,11 @@ from .rewards import RewardError, checked
 from .trace import Trace
 from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts_a_batch
 
-# %% ../nbs/09_colocate.ipynb #f51a1fb3
+# %% ../nbs/09_colocate.ipynb #d88248ce
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-# %% ../nbs/09_colocate.ipynb #057cce38
+# %% ../nbs/09_colocate.ipynb #329ae857
 class ColocateGRPOTrainer(GRPOTrainer):
     "TRL's `GRPOTrainer` with an `Engine` in this process. Raises what `Engine` raises, and `ValueError` for bad arguments."
     def __init__(self,
@@ -55,7 +56,7 @@ class ColocateGRPOTrainer(GRPOTrainer):
         self._phases = _Phases(self)
         self.callback_handler.callbacks.insert(0, self._phases)
 
-# %% ../nbs/09_colocate.ipynb #fed8229d
+# %% ../nbs/09_colocate.ipynb #0a25ceed
 def _trace_path(args):
     path = getattr(args, "trace_path", "auto")
     return Path(args.output_dir)/"trace.jsonl" if path == "auto" else path
@@ -78,7 +79,7 @@ def close(self:ColocateGRPOTrainer,
     self._paused = None
     self.trace.close()
 
-# %% ../nbs/09_colocate.ipynb #e17b068a
+# %% ../nbs/09_colocate.ipynb #d30a37ce
 def rng_state() -> dict: # generator -> its state
     "The state of every random generator that training draws from."
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -91,7 +92,7 @@ def set_rng_state(
     random.setstate(state["python"]); np.random.set_state(state["numpy"]); torch.set_rng_state(state["torch"])
     if state["cuda"]: torch.cuda.set_rng_state_all(state["cuda"])
 
-# %% ../nbs/09_colocate.ipynb #976f528a
+# %% ../nbs/09_colocate.ipynb #168a6446
 class _Phases(TrainerCallback):
     "Opens and closes the spans that the trainer's own methods cannot see."
     def __init__(self, trainer): self.trainer, self.open, self.before = trainer, {}, {}
@@ -117,7 +118,7 @@ class _Phases(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs): self._leave("step")
     def on_train_end(self, args, state, control, **kwargs): self.trainer._guard.let_go()
 
-# %% ../nbs/09_colocate.ipynb #eef0186c
+# %% ../nbs/09_colocate.ipynb #2b319a4c
 @patch
 def _prepare_inputs(self:ColocateGRPOTrainer, generation_batch):
     inputs = GRPOTrainer._prepare_inputs(self, generation_batch)
@@ -136,10 +137,11 @@ def _get_per_token_logps_and_entropies(self:ColocateGRPOTrainer, *args, **kwargs
     with nullcontext() if torch.is_grad_enabled() else self.trace.span("logprobs"):
         return GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
 
-# %% ../nbs/09_colocate.ipynb #8afba847
+# %% ../nbs/09_colocate.ipynb #d9ed0ab9
 @patch
 def evaluate(self:ColocateGRPOTrainer, *args, **kwargs):
     state = rng_state()  # so that a run is the same, evaluated or not
+    self._metrics["eval"].clear()  # of an evaluation that failed
     try:
         with self.trace.span("evaluate"), interruptible(): return GRPOTrainer.evaluate(self, *args, **kwargs)
     finally: set_rng_state(state)
@@ -151,7 +153,7 @@ def log(self:ColocateGRPOTrainer, logs, start_time=None):
         values = {label: logs[name] for label, name in names.items() if isinstance(logs.get(name), (int, float))}
         if values: self.trace.count(counter, **values)
 
-# %% ../nbs/09_colocate.ipynb #f45a7d5f
+# %% ../nbs/09_colocate.ipynb #18a4172c
 #: counter in the trace -> {label: name in TRL's log}
 COUNTERS = dict(
     reward=dict(mean="reward", std="reward_std"), held_out_reward=dict(mean="eval_reward"),
@@ -161,7 +163,7 @@ COUNTERS = dict(
     gap=dict(mean="sampling/sampling_logp_difference/mean", max="sampling/sampling_logp_difference/max"),
 )
 
-# %% ../nbs/09_colocate.ipynb #9dcc4875
+# %% ../nbs/09_colocate.ipynb #4186f42f
 @patch
 def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, completion_ids_list):
     funcs = self.reward_funcs
@@ -176,7 +178,7 @@ def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, c
                           f"{', '.join(self.reward_func_names)}: at least one must return a number for each")
     return rewards
 
-# %% ../nbs/09_colocate.ipynb #51a017d4
+# %% ../nbs/09_colocate.ipynb #2e7954a9
 class _ByEpoch(torch.utils.data.Sampler):
     "A sampler whose shuffle is a function of seed and epoch."
     def __init__(self, sampler, trainer): self.sampler, self.trainer = sampler, trainer
@@ -190,14 +192,14 @@ def _get_train_sampler(self:ColocateGRPOTrainer, dataset=None):
     sampler = GRPOTrainer._get_train_sampler(self, dataset)
     return _ByEpoch(sampler, self) if getattr(sampler, "generator", None) is not None else sampler
 
-# %% ../nbs/09_colocate.ipynb #5bc4fe13
+# %% ../nbs/09_colocate.ipynb #0ba67f2a
 @patch
 def _save_checkpoint(self:ColocateGRPOTrainer, model, trial):
     path = Path(self._get_output_dir(trial))/f"checkpoint-{self.state.global_step}"
     with self.trace.span("checkpoint", step=self.state.global_step), uninterrupted(), whole_or_gone(path):
         GRPOTrainer._save_checkpoint(self, model, trial)
 
-# %% ../nbs/09_colocate.ipynb #5f9ff8e9
+# %% ../nbs/09_colocate.ipynb #75c0158b
 @patch
 def _pause(self:ColocateGRPOTrainer, error):
     "Keep what `train()` needs to go on after `error`."
@@ -210,14 +212,12 @@ def _pause(self:ColocateGRPOTrainer, error):
             rng, self.state.num_input_tokens_seen = before["rng"], before["tokens"]
             self._metrics["train"] = defaultdict(list, before["metrics"])
         if self.is_deepspeed_enabled or self.is_fsdp_enabled or self.lr_scheduler is None: return
-        folder = tempfile.TemporaryDirectory(prefix="grpo_colab-")  # removed when it is let go of
-        self.state.save_to_json(f"{folder.name}/trainer_state.json")
-        self._paused = dict(path=folder.name, folder=folder, rng=rng, scheduler=self.lr_scheduler.state_dict(),
+        self._paused = dict(state=json.dumps(asdict(self.state)), rng=rng, scheduler=self.lr_scheduler.state_dict(),
                             rates=[g["lr"] for g in self.optimizer.param_groups])
         error.add_note(f"stopped after {self.state.global_step} optimizer steps; policy, optimizer and engine are whole: "
                        "train() goes on from here, train(resume_from_checkpoint=False) starts over with this policy")
 
-# %% ../nbs/09_colocate.ipynb #a90e39aa
+# %% ../nbs/09_colocate.ipynb #950361b1
 @patch
 def _resumable(self:ColocateGRPOTrainer, checkpoint):
     "The directory to resume from: the newest whole one for True, the paused run for None."
@@ -226,12 +226,20 @@ def _resumable(self:ColocateGRPOTrainer, checkpoint):
         for path in broken: print(f"{path.name} was never finished and is passed over")
         if found is None: raise CheckpointError(f"no whole checkpoint in {self.args.output_dir}: train() starts anew")
         return str(found)
-    if checkpoint is None and self._paused: return self._paused["path"]
+    if checkpoint is None and self._paused:
+        folder = self._paused["folder"] = tempfile.TemporaryDirectory(prefix="grpo_colab-")  # removed when let go of
+        (Path(folder.name)/"trainer_state.json").write_text(self._paused["state"])
+        return folder.name
     if checkpoint and not (Path(checkpoint)/"trainer_state.json").exists():
         raise CheckpointError(f"no checkpoint to resume from at {checkpoint}: it has no trainer_state.json")
     return checkpoint or None
 
-# %% ../nbs/09_colocate.ipynb #77f1edcf
+# %% ../nbs/09_colocate.ipynb #2a29d551
+@patch
+def _goes_on(self:ColocateGRPOTrainer, path):
+    "Is this the directory of the paused run?"
+    return bool(self._paused and "folder" in self._paused and path == self._paused["folder"].name)
+
 @patch
 def train(self:ColocateGRPOTrainer,
     resume_from_checkpoint:str|bool|None=None, # directory; True: the newest whole one; False: start over; None: go on
@@ -240,7 +248,7 @@ def train(self:ColocateGRPOTrainer,
     "Train. After an interrupt or an error, calling it again goes on from the step that was not finished."
     self.engine._alive()
     path = self._resumable(resume_from_checkpoint)
-    if not (self._paused and path == self._paused["path"]): self._paused, self._buffered_inputs = None, None
+    if not self._goes_on(path): self._paused, self._buffered_inputs = None, None
     self._phases.before = {}
     self._last_loaded_step, self.vllm_generation._calls = -1, {}  # sync whatever the policy is now; a step begins anew
     try:
@@ -251,7 +259,7 @@ def train(self:ColocateGRPOTrainer,
         self._pause(e)
         raise
 
-# %% ../nbs/09_colocate.ipynb #ef387a7e
+# %% ../nbs/09_colocate.ipynb #91b7729d
 @patch
 def _init_training_state(self:ColocateGRPOTrainer, max_steps, per_epoch, epochs, *args):
     "Where to go on: inside a generation that serves several steps, and not at all when the last step is done."
@@ -263,7 +271,7 @@ def _in_memory(name):
     "A method of Transformers' trainer that reads a checkpoint, except for a paused run."
     theirs = getattr(GRPOTrainer, name)
     def load(self, checkpoint, *args, **kwargs):
-        if not (self._paused and checkpoint == self._paused["path"]): return theirs(self, checkpoint, *args, **kwargs)
+        if not self._goes_on(checkpoint): return theirs(self, checkpoint, *args, **kwargs)
         if name != "_load_optimizer_and_scheduler": return
         self.lr_scheduler.load_state_dict(self._paused["scheduler"])
         for group, rate in zip(self.optimizer.param_groups, self._paused["rates"]): group["lr"] = rate

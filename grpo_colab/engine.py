@@ -5,11 +5,10 @@
 # %% auto #0
 __all__ = ['EngineError', 'EngineClosed', 'EngineRunning', 'Engine']
 
-# %% ../nbs/04_engine.ipynb #2661d9bc
-import atexit, gc, json, os, shutil, tempfile
+# %% ../nbs/04_engine.ipynb #93339511
+import atexit, gc, itertools, json, os, shutil, tempfile
 from pathlib import Path
 
-import numpy as np
 import torch
 from fastcore.basics import patch
 from tqdm.auto import tqdm
@@ -21,15 +20,15 @@ from .policy_weights import has_own_head, policy_weights
 from .rollouts import Rollouts
 from .sample import check_prompts, run_requests, sampling_params, seeded, to_rollouts
 from .trace import Trace
-from .vllm_args import (base_model, check_engine_args, check_ranks, config_only, engine_dtype, first_line, launcher_env,
-                                  real_stdout, remedy)
+from .vllm_args import (check_engine_args, check_ranks, config_only, engine_dtype, engine_shape, eos_ids, first_line,
+                                  launcher_env, real_stdout, remedy)
 
-# %% ../nbs/04_engine.ipynb #12a14fd0
+# %% ../nbs/04_engine.ipynb #f1f4087c
 class EngineError(RuntimeError): "The engine could not start, or was left in a state in which it must not sample."
 class EngineClosed(EngineError): "The engine was closed, or another one took its place."
 class EngineRunning(EngineError): "Another engine is alive in this process."
 
-# %% ../nbs/04_engine.ipynb #266e6045
+# %% ../nbs/04_engine.ipynb #a3f0f071
 class Engine:
     """One vLLM inside this process, on this rank's device. With a live model, weights are copied, not read from disk.
     Raises `CheckpointError`, `TypeError` (unknown argument), `EngineRunning`, and `EngineError` when vLLM won't start."""
@@ -55,10 +54,10 @@ class Engine:
         if self.llm is None: self._start(model, tokenizer)
         if self.live: self._first_weights(model, load)
 
-# %% ../nbs/04_engine.ipynb #6458e5e3
+# %% ../nbs/04_engine.ipynb #24c8f4ba
 @patch
 def __repr__(self:Engine):
-    state = f"closed: {self.why}" if self.llm is None else f"version {self.version}, context {self.max_model_len}"
+    state = f"version {self.version}, context {self.max_model_len}" if self.llm else f"closed: {self.why}"
     return f"Engine({self.name}, {state})"
 
 @patch
@@ -71,7 +70,7 @@ def max_model_len(self:Engine) -> int: # tokens
     "The longest prompt and completion together."
     return self.llm.llm_engine.model_config.max_model_len
 
-# %% ../nbs/04_engine.ipynb #782dccc3
+# %% ../nbs/04_engine.ipynb #6e839557
 @patch
 def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_args):
     "Work out vLLM's arguments, and the key by which an engine of the same shape is recognised."
@@ -85,18 +84,11 @@ def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_
         distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
         max_num_batched_tokens=4096, **{} if self.cpu else dict(gpu_memory_utilization=0.5)) | engine_args
     if self.live: self.args |= dict(load_format="dummy", skip_tokenizer_init=tokenizer is None)
-    self.stop_token_ids = _eos_ids(model) if self.live and tokenizer is None else []
-    shape = [_shape(model), str(tokenizer)] if self.live else [str(model)]
+    self.stop_token_ids = eos_ids(model) if self.live and tokenizer is None else []
+    shape = [engine_shape(model), str(tokenizer)] if self.live else [str(model)]
     self.key = json.dumps([self.args, shape], default=str, sort_keys=True)
 
-def _shape(model):
-    "What of a live model decides the shape of its engine; the rest of its config changes when it is saved or loaded."
-    passing = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
-    return type(base_model(model)).__name__, has_own_head(model), {k: v for k, v in model.config.to_dict().items() if k not in passing}
-
-def _eos_ids(model): return np.atleast_1d([] if (ids := model.generation_config.eos_token_id) is None else ids).tolist()
-
-# %% ../nbs/04_engine.ipynb #706cc997
+# %% ../nbs/04_engine.ipynb #3f8c5c22
 @patch
 def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
@@ -115,7 +107,7 @@ def _settle(self:Engine, if_running):
         old.why, Engine.running = "a newer Engine of the same shape took its vLLM over", self
     else: old.close("another Engine took its place", say=False)
 
-# %% ../nbs/04_engine.ipynb #e87cf74c
+# %% ../nbs/04_engine.ipynb #fb81134b
 @patch
 def _start(self:Engine, model, tokenizer):
     "Build the `vllm.LLM`; on failure leave the process as it was."
@@ -141,7 +133,7 @@ def _forget(self:Engine, why):
     self.llm, self._dir, self.why = None, None, why
     if Engine.running is self: Engine.running = None
 
-# %% ../nbs/04_engine.ipynb #3a19b661
+# %% ../nbs/04_engine.ipynb #c1ac49e6
 @patch
 def _alive(self:Engine):
     "Raise unless there is an engine."
@@ -153,7 +145,7 @@ def _ready(self:Engine):
     self._alive()
     if self.broken: raise EngineError(f"the engine must not sample: {self.broken}. load_weights() mends it")
 
-# %% ../nbs/04_engine.ipynb #42be31a7
+# %% ../nbs/04_engine.ipynb #4e794afe
 @patch
 def generate(self:Engine,
     prompts:list,          # prompts: lists of token ids, or vLLM's prompt dicts (for images); all ranks of a TP group alike
@@ -173,7 +165,7 @@ def generate(self:Engine,
         span.add(tokens=len(rollouts.tokens))
     return rollouts
 
-# %% ../nbs/04_engine.ipynb #f17d6b47
+# %% ../nbs/04_engine.ipynb #a49ca84c
 @patch
 def load_weights(self:Engine,
     weights,            # iterable of (Hugging Face name, tensor); whole, not sharded
@@ -194,7 +186,7 @@ def load_weights(self:Engine,
         span.add(**tally)
     return tally["bytes"]
 
-# %% ../nbs/04_engine.ipynb #fc49d800
+# %% ../nbs/04_engine.ipynb #9071130a
 def _tallied(weights, tally):
     for name, tensor in weights:
         tally["bytes"] += tensor.numel() * tensor.element_size()
@@ -211,7 +203,10 @@ def _first_weights(self:Engine, model, load):
         self.close("the policy's weights could not be copied", say=False)
         raise
 
-# %% ../nbs/04_engine.ipynb #4fc488e7
+# %% ../nbs/04_engine.ipynb #67151ec2
+_lora_ids = itertools.count(1)  # never twice in a process: vLLM takes a number it knows for the same adapter
+
+# %% ../nbs/04_engine.ipynb #43de3160
 @patch
 def load_lora(self:Engine,
     adapter,         # directory as PEFT saves it, or a live `PeftModel`
@@ -220,13 +215,13 @@ def load_lora(self:Engine,
     "Load an adapter. Raises `ValueError` for a used name or an engine without `enable_lora`, and `CheckpointError`."
     from vllm.lora.request import LoRARequest
     self._ready()
-    if not self.args.get("enable_lora"): raise ValueError("this engine takes no adapters: start it with enable_lora=True")
+    if not self.args.get("enable_lora"): raise ValueError("this engine takes no adapters: it needs enable_lora=True")
     if name in self.loras: raise ValueError(f"adapter {name!r} exists: give each version a name of its own")
     path = str(adapter) if isinstance(adapter, (str, Path)) else tempfile.mkdtemp(prefix=f"{name}-", dir=self._dir)
     if path != str(adapter): adapter.save_pretrained(path)
     if not (Path(path)/"adapter_config.json").exists():
         raise CheckpointError(f"{path} has no adapter_config.json: it is no adapter as PEFT saves it")
-    request = LoRARequest(name, max([r.lora_int_id for r in self.loras.values()], default=0) + 1, path)
+    request = LoRARequest(name, next(_lora_ids), path)
     with self.trace.span("sync", adapter=name), uninterrupted():
         if not self.llm.llm_engine.add_lora(request): raise EngineError(f"vLLM did not load adapter {name!r}")
         self.loras[name] = request
@@ -237,7 +232,7 @@ def _adapter(self:Engine, name):
     if name is not None and name not in self.loras: raise KeyError(f"no adapter {name!r}: loaded are {sorted(self.loras)}")
     return self.loras.get(name)
 
-# %% ../nbs/04_engine.ipynb #301ac558
+# %% ../nbs/04_engine.ipynb #31681e13
 @patch
 def sleep(self:Engine,
     level:int=1, # 1 keeps the weights in main memory, 2 drops them
@@ -260,7 +255,7 @@ def wake(self:Engine,
     with self.trace.span("wake", tags=list(tags)), uninterrupted(): self.llm.wake_up(list(tags) or None)
     return True
 
-# %% ../nbs/04_engine.ipynb #75a002b7
+# %% ../nbs/04_engine.ipynb #96ced50a
 @patch
 def close(self:Engine,
     why:str="close() was called", # what to tell whoever uses this engine afterwards

@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['RewardError', 'check_rewards', 'checked', 'gold_answer', 'math_reward']
 
-# %% ../nbs/03e_rewards.ipynb #55b897b0
+# %% ../nbs/03e_rewards.ipynb #38813139
 import functools, inspect
 
-# %% ../nbs/03e_rewards.ipynb #7ec68c63
+# %% ../nbs/03e_rewards.ipynb #72b0e2c2
 class RewardError(ValueError):
     "A reward function returned something that is no reward."
 
-# %% ../nbs/03e_rewards.ipynb #4ef6ee0e
+# %% ../nbs/03e_rewards.ipynb #5a86bc9e
 def _is_finite(reward):
     "Is this one number that float32 holds? TRL computes in it, where 1e300 is infinite."
     if isinstance(reward, (str, bytes)): return False
@@ -37,7 +37,7 @@ def check_rewards(
                           "return a finite number, or None where it cannot judge")
     return [None if r is None else float(r) for r in rewards]
 
-# %% ../nbs/03e_rewards.ipynb #6f7073e8
+# %% ../nbs/03e_rewards.ipynb #7d4ef0a8
 def _name(func): return getattr(func, "__name__", type(func).__name__)
 
 def checked(
@@ -61,7 +61,7 @@ def checked(
     judge.__name__ = _name(func)
     return judge
 
-# %% ../nbs/03e_rewards.ipynb #019a482d
+# %% ../nbs/03e_rewards.ipynb #bc481d51
 def gold_answer(
     answer:str, # a worked answer as GSM8K writes it, or the bare result
 ) -> str: # the result: what stands behind the last `####`, without thousands separators

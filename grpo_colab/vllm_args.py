@@ -4,15 +4,16 @@
 
 # %% auto #0
 __all__ = ['REMEDIES', 'launcher_env', 'real_stdout', 'check_engine_args', 'check_ranks', 'base_model', 'config_only',
-           'engine_dtype', 'first_line', 'remedy']
+           'engine_dtype', 'engine_shape', 'eos_ids', 'first_line', 'remedy']
 
-# %% ../nbs/03d_vllm_args.ipynb #a2f36d62
+# %% ../nbs/03d_vllm_args.ipynb #8b5e8cff
 import contextlib, difflib, inspect, json, os, socket, sys, tempfile
 from pathlib import Path
 
 from . import compat
+from .policy_weights import has_own_head
 
-# %% ../nbs/03d_vllm_args.ipynb #b69e5424
+# %% ../nbs/03d_vllm_args.ipynb #053387ed
 def _free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -33,7 +34,7 @@ def launcher_env(
         for k in set(os.environ) - set(before): del os.environ[k]
         os.environ.update(before)
 
-# %% ../nbs/03d_vllm_args.ipynb #a82cce54
+# %% ../nbs/03d_vllm_args.ipynb #cbc441c4
 @contextlib.contextmanager
 def real_stdout():
     "While this is open, `sys.stdout` is a file, as vLLM expects; in a notebook what is printed then goes to the terminal."
@@ -43,7 +44,7 @@ def real_stdout():
     try: yield
     finally: sys.stdout = before
 
-# %% ../nbs/03d_vllm_args.ipynb #764e18e3
+# %% ../nbs/03d_vllm_args.ipynb #3b183bef
 def check_engine_args(
     args:dict, # engine arguments, named as in vLLM's `EngineArgs`
 ):
@@ -56,7 +57,7 @@ def check_engine_args(
         hint = f": did you mean {' or '.join(near)}?" if near else ": see `vllm serve --help` for the list"
         raise TypeError(f"vLLM {compat.installed('vllm')} has no engine argument {name!r}{hint}")
 
-# %% ../nbs/03d_vllm_args.ipynb #6f8e3818
+# %% ../nbs/03d_vllm_args.ipynb #c69f298c
 def check_ranks(
     tensor_parallel_size:int, # ranks that share one engine
 ):
@@ -66,7 +67,7 @@ def check_ranks(
         raise ValueError(f"tensor_parallel_size={tensor_parallel_size} does not divide the {world} process(es) of this run: "
                          f"start it with torchrun --nproc-per-node {max(tensor_parallel_size, 1)}")
 
-# %% ../nbs/03d_vllm_args.ipynb #36dba9ed
+# %% ../nbs/03d_vllm_args.ipynb #d5d60671
 def base_model(
     model, # a live `PreTrainedModel` or `PeftModel`
 ): # the `PreTrainedModel`
@@ -91,7 +92,7 @@ def config_only(
     if tokenizer is not None: tokenizer.save_pretrained(path)
     return path
 
-# %% ../nbs/03d_vllm_args.ipynb #64f73372
+# %% ../nbs/03d_vllm_args.ipynb #c30e36b7
 def engine_dtype(
     model,       # a live `PreTrainedModel`
     cpu:bool,    # does the engine run on the CPU?
@@ -102,7 +103,23 @@ def engine_dtype(
     if cpu or dtype != "float32": return dtype
     return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
-# %% ../nbs/03d_vllm_args.ipynb #e52c85e6
+# %% ../nbs/03d_vllm_args.ipynb #1f944a46
+def engine_shape(
+    model, # a live `PreTrainedModel` or `PeftModel`
+) -> tuple: # equal for policies that one engine can serve
+    "What of a live model decides the shape of its engine."
+    passing = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+    fixed = {k: v for k, v in model.config.to_dict().items() if k not in passing}
+    return type(base_model(model)).__name__, has_own_head(model), fixed
+
+def eos_ids(
+    model, # a live `PreTrainedModel` or `PeftModel`
+) -> list[int]: # token ids
+    "The tokens at which the policy ends."
+    ids = model.generation_config.eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+# %% ../nbs/03d_vllm_args.ipynb #8a006ba3
 REMEDIES = {  # words in vLLM's error -> what to do
     "No available memory for the cache": "Raise gpu_memory_utilization, or lower max_model_len or max_num_seqs",
     "greater than the derived max_model_len": "Lower max_model_len: this model's positions end there",
@@ -114,7 +131,7 @@ REMEDIES = {  # words in vLLM's error -> what to do
     "not supported for now": "This vLLM does not know the architecture: see its list of supported models",
 }
 
-# %% ../nbs/03d_vllm_args.ipynb #8077e3e1
+# %% ../nbs/03d_vllm_args.ipynb #c4e4a0d1
 def first_line(
     error, # an exception
 ) -> str: # one line, at most 400 characters
