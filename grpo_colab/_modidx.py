@@ -61,8 +61,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'grpo_colab.colocate._Phases._enter': ('colocate.html#_phases._enter', 'grpo_colab/colocate.py'),
                                      'grpo_colab.colocate._Phases._leave': ('colocate.html#_phases._leave', 'grpo_colab/colocate.py'),
                                      'grpo_colab.colocate._Phases.end': ('colocate.html#_phases.end', 'grpo_colab/colocate.py'),
-                                     'grpo_colab.colocate._Phases.on_optimizer_step': ( 'colocate.html#_phases.on_optimizer_step',
-                                                                                        'grpo_colab/colocate.py'),
                                      'grpo_colab.colocate._Phases.on_pre_optimizer_step': ( 'colocate.html#_phases.on_pre_optimizer_step',
                                                                                             'grpo_colab/colocate.py'),
                                      'grpo_colab.colocate._Phases.on_step_begin': ( 'colocate.html#_phases.on_step_begin',

@@ -5,15 +5,15 @@
 # %% auto #0
 __all__ = ['WEIGHTS', 'CheckpointError', 'check_checkpoint', 'last_whole_checkpoint', 'whole_or_gone']
 
-# %% ../nbs/03b_checkpoint.ipynb #0a82d006
+# %% ../nbs/03b_checkpoint.ipynb #311c55f3
 import contextlib, json, shutil, struct
 from pathlib import Path
 
-# %% ../nbs/03b_checkpoint.ipynb #f8d3f585
+# %% ../nbs/03b_checkpoint.ipynb #cb05bbdb
 class CheckpointError(OSError):
     "A checkpoint is missing, broken, or could not be written."
 
-# %% ../nbs/03b_checkpoint.ipynb #fac2bfd5
+# %% ../nbs/03b_checkpoint.ipynb #fb9409b6
 def _check_safetensors(path):
     size = path.stat().st_size
     with open(path, "rb") as f: head = f.read(8)
@@ -39,7 +39,7 @@ def _weight_files(path):
         return [path/s for s in shards]
     return sorted([*path.glob("*.safetensors"), *path.glob("*.bin"), *path.glob("*.gguf"), *path.glob("*.pt")])
 
-# %% ../nbs/03b_checkpoint.ipynb #af031c21
+# %% ../nbs/03b_checkpoint.ipynb #f7393d71
 def check_checkpoint(
     path:str|Path, # a local directory with a model; anything that is no path (a hub id) is left to the hub
     weights:bool=True, # must there be weight files? (an engine started from a live model needs only the config)
@@ -60,7 +60,7 @@ def check_checkpoint(
     for file in files:
         if file.suffix == ".safetensors": _check_safetensors(file)
 
-# %% ../nbs/03b_checkpoint.ipynb #6fd7ac76
+# %% ../nbs/03b_checkpoint.ipynb #16a07bef
 #: where a trainer's checkpoint has its weights: model or adapter, whole or in shards, ZeRO's and FSDP's folders
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin", "global_step*", "pytorch_model_fsdp*")
 
@@ -79,10 +79,10 @@ def last_whole_checkpoint(
         except (OSError, ValueError): broken.append(path)
     return None, broken
 
-# %% ../nbs/03b_checkpoint.ipynb #38005074
+# %% ../nbs/03b_checkpoint.ipynb #0b5af50e
 def _full(error):
     "Does this error, or what caused it, speak of a full disk or a file size limit?"
-    words = ("No space left", "File too large", "Disk quota exceeded", "unexpected pos", "PytorchStreamWriter")
+    words = ("No space left", "File too large", "Disk quota exceeded", "unexpected pos", "PytorchStreamWriter", "iostream error")
     while error is not None:
         if any(w in str(error) for w in words): return True
         error = error.__cause__ or error.__context__
