@@ -147,9 +147,9 @@ def check_readme(root: Path) -> list[str]:
 
 
 def files(root: Path) -> set[str]:
-    "What a test might leave in the checkout: everything but sources and caches."
+    "What a test might leave in the checkout: everything but sources, caches, and runs/, where runs belong."
     tops = [root, *(p for n in ("nbs", "examples", "tests") for p in [root/n, *(root/n).rglob("*")] if p.is_dir())]
-    hidden = ("__pycache__", ".pytest_cache", ".ipynb_checkpoints", ".hypothesis", ".ruff_cache")
+    hidden = ("__pycache__", ".pytest_cache", ".ipynb_checkpoints", ".hypothesis", ".ruff_cache", "runs")
     found = (p for top in tops if not any(h in top.parts for h in hidden) for p in top.iterdir())
     sources = (".py", ".ipynb", ".md")
     return {str(p.relative_to(root)) for p in found if p.suffix not in sources and p.name not in hidden}
