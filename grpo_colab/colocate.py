@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COUNTERS', 'ColocateGRPOTrainer', 'rng_state', 'set_rng_state']
 
-# %% ../nbs/09_colocate.ipynb #ffd64065
+# %% ../nbs/09_colocate.ipynb #57a8e07e
 import json, random, tempfile
 from collections import defaultdict
 from contextlib import nullcontext
@@ -26,11 +26,11 @@ from .rewards import RewardError, checked
 from .trace import Trace
 from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts_a_batch
 
-# %% ../nbs/09_colocate.ipynb #2bda6d23
+# %% ../nbs/09_colocate.ipynb #68ba901f
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-# %% ../nbs/09_colocate.ipynb #3fc92eb5
+# %% ../nbs/09_colocate.ipynb #21022c1b
 class ColocateGRPOTrainer(GRPOTrainer):
     "TRL's `GRPOTrainer` with an `Engine` in this process. Raises what `Engine` raises, and `ValueError` for bad arguments."
     def __init__(self,
@@ -56,7 +56,7 @@ class ColocateGRPOTrainer(GRPOTrainer):
         self._phases = _Phases(self)
         self.callback_handler.callbacks.insert(0, self._phases)
 
-# %% ../nbs/09_colocate.ipynb #afa34c8f
+# %% ../nbs/09_colocate.ipynb #f9554acf
 def _trace_path(args):
     path = getattr(args, "trace_path", "auto")
     return Path(args.output_dir)/"trace.jsonl" if path == "auto" else path
@@ -79,7 +79,7 @@ def close(self:ColocateGRPOTrainer,
     self._paused = None
     self.trace.close()
 
-# %% ../nbs/09_colocate.ipynb #e977aae5
+# %% ../nbs/09_colocate.ipynb #ac68d42b
 def rng_state() -> dict: # generator -> its state
     "The state of every random generator that training draws from."
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -92,7 +92,7 @@ def set_rng_state(
     random.setstate(state["python"]); np.random.set_state(state["numpy"]); torch.set_rng_state(state["torch"])
     if state["cuda"]: torch.cuda.set_rng_state_all(state["cuda"])
 
-# %% ../nbs/09_colocate.ipynb #88eb8431
+# %% ../nbs/09_colocate.ipynb #bc9d6e27
 class _Phases(TrainerCallback):
     "Opens and closes the spans that the trainer's own methods cannot see."
     def __init__(self, trainer): self.trainer, self.open, self.before = trainer, {}, {}
@@ -118,7 +118,7 @@ class _Phases(TrainerCallback):
         for name in ("optimizer", "step"): self._leave(name)
     def on_train_end(self, args, state, control, **kwargs): self.trainer._guard.let_go()
 
-# %% ../nbs/09_colocate.ipynb #03ab0313
+# %% ../nbs/09_colocate.ipynb #30382f31
 @patch
 def _prepare_inputs(self:ColocateGRPOTrainer, generation_batch):
     inputs = GRPOTrainer._prepare_inputs(self, generation_batch)
@@ -137,7 +137,7 @@ def _get_per_token_logps_and_entropies(self:ColocateGRPOTrainer, *args, **kwargs
     with nullcontext() if torch.is_grad_enabled() else self.trace.span("logprobs"):
         return GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
 
-# %% ../nbs/09_colocate.ipynb #d3dfd955
+# %% ../nbs/09_colocate.ipynb #6cf0a96e
 @patch
 def evaluate(self:ColocateGRPOTrainer, *args, **kwargs):
     state = rng_state()  # so that a run is the same, evaluated or not
@@ -153,7 +153,7 @@ def log(self:ColocateGRPOTrainer, logs, start_time=None):
         values = {label: logs[name] for label, name in names.items() if isinstance(logs.get(name), (int, float))}
         if values: self.trace.count(counter, **values)
 
-# %% ../nbs/09_colocate.ipynb #42668676
+# %% ../nbs/09_colocate.ipynb #0461337f
 #: counter in the trace -> {label: name in TRL's log}
 COUNTERS = dict(
     reward=dict(mean="reward", std="reward_std"), held_out_reward=dict(mean="eval_reward"),
@@ -163,7 +163,7 @@ COUNTERS = dict(
     gap=dict(mean="sampling/sampling_logp_difference/mean", max="sampling/sampling_logp_difference/max"),
 )
 
-# %% ../nbs/09_colocate.ipynb #cceee42a
+# %% ../nbs/09_colocate.ipynb #8c7f61b5
 @patch
 def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, completion_ids_list):
     funcs = self.reward_funcs
@@ -178,7 +178,7 @@ def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, c
                           f"{', '.join(self.reward_func_names)}: at least one must return a number for each")
     return rewards
 
-# %% ../nbs/09_colocate.ipynb #f4f81bc9
+# %% ../nbs/09_colocate.ipynb #e726621c
 class _ByEpoch(torch.utils.data.Sampler):
     "A sampler whose shuffle is a function of seed and epoch."
     def __init__(self, sampler, trainer): self.sampler, self.trainer = sampler, trainer
@@ -192,14 +192,14 @@ def _get_train_sampler(self:ColocateGRPOTrainer, dataset=None):
     sampler = GRPOTrainer._get_train_sampler(self, dataset)
     return _ByEpoch(sampler, self) if getattr(sampler, "generator", None) is not None else sampler
 
-# %% ../nbs/09_colocate.ipynb #cde7af2e
+# %% ../nbs/09_colocate.ipynb #632f732a
 @patch
 def _save_checkpoint(self:ColocateGRPOTrainer, model, trial):
     path = Path(self._get_output_dir(trial))/f"checkpoint-{self.state.global_step}"
     with self.trace.span("checkpoint", step=self.state.global_step), uninterrupted(), whole_or_gone(path):
         GRPOTrainer._save_checkpoint(self, model, trial)
 
-# %% ../nbs/09_colocate.ipynb #61b6c8b9
+# %% ../nbs/09_colocate.ipynb #36ec1fed
 @patch
 def _pause(self:ColocateGRPOTrainer, error):
     "Keep what `train()` needs to go on after `error`."
@@ -217,7 +217,7 @@ def _pause(self:ColocateGRPOTrainer, error):
         error.add_note(f"stopped after {self.state.global_step} optimizer steps; policy, optimizer and engine are whole: "
                        "train() goes on from here, train(resume_from_checkpoint=False) starts over with this policy")
 
-# %% ../nbs/09_colocate.ipynb #e92be126
+# %% ../nbs/09_colocate.ipynb #441b0b32
 @patch
 def _resumable(self:ColocateGRPOTrainer, checkpoint):
     "The directory to resume from: the newest whole one for True, the paused run for None."
@@ -234,7 +234,7 @@ def _resumable(self:ColocateGRPOTrainer, checkpoint):
         raise CheckpointError(f"no checkpoint to resume from at {checkpoint}: it has no trainer_state.json")
     return checkpoint or None
 
-# %% ../nbs/09_colocate.ipynb #f5fb681a
+# %% ../nbs/09_colocate.ipynb #6c6f9de9
 @patch
 def _goes_on(self:ColocateGRPOTrainer, path):
     "Is this the directory of the paused run?"
@@ -250,7 +250,8 @@ def train(self:ColocateGRPOTrainer,
     path = self._resumable(resume_from_checkpoint)
     if not self._goes_on(path): self._paused, self._buffered_inputs = None, None
     self._phases.before = {}
-    self._last_loaded_step, self.vllm_generation._calls = -1, {}  # sync whatever the policy is now; a step begins anew
+    self._last_loaded_step = -1  # sync whatever the policy is now
+    self.vllm_generation.begin()
     try:
         done = GRPOTrainer.train(self, resume_from_checkpoint=path, **kwargs)
         self._paused = None
@@ -259,7 +260,7 @@ def train(self:ColocateGRPOTrainer,
         self._pause(e)
         raise
 
-# %% ../nbs/09_colocate.ipynb #3a80c65a
+# %% ../nbs/09_colocate.ipynb #9a994455
 @patch
 def _init_training_state(self:ColocateGRPOTrainer, max_steps, per_epoch, epochs, *args):
     "Where to go on: inside a generation that serves several steps, and not at all when the last step is done."

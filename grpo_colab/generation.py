@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['EngineGeneration', 'call_seed', 'runs']
 
-# %% ../nbs/05a_generation.ipynb #0c9b1110
+# %% ../nbs/05a_generation.ipynb #33edf352
 from itertools import groupby
 
 import numpy as np
@@ -16,8 +16,9 @@ from . import compat
 from .engine import Engine
 from .policy_weights import policy_weights
 from .rollouts import Rollouts
+from .weights import WeightSync
 
-# %% ../nbs/05a_generation.ipynb #34c50a46
+# %% ../nbs/05a_generation.ipynb #86033b3e
 class EngineGeneration(compat.vllm_generation()):
     "Stands where TRL's `VLLMGeneration` stands: `sync_weights()` and `generate()`, on an `Engine`."
     def __init__(self,
@@ -38,23 +39,31 @@ class EngineGeneration(compat.vllm_generation()):
         settings |= dict(dtype=getattr(args, "engine_dtype", "auto"), seed=args.seed, load=False,
                          tensor_parallel_size=self.tensor_parallel_size, trace=self.trainer.trace)
         self.engine = Engine(self.model, self.processing_class, **settings | (getattr(args, "engine_args", None) or {}))
+        self._sync = WeightSync(self.engine, self.model)
         if self.enable_sleep_mode: self.engine.sleep(2)
         self.accelerator.wait_for_everyone()
 
-# %% ../nbs/05a_generation.ipynb #405aa23b
+# %% ../nbs/05a_generation.ipynb #e936d745
 @patch(as_prop=True)
 def llm(self:EngineGeneration): # the `vllm.LLM`; TRL's tool loop reads the context length from it
     "The vLLM that samples."
     return self.engine.llm
 
 @patch
+def begin(self:EngineGeneration):
+    "A run begins: calls are counted anew, and the policy may have got other adapters since."
+    self._calls, self._sync.plan = {}, None
+
+@patch
 def sync_weights(self:EngineGeneration):
     "Copy the policy into the engine, waking its weights first if it sleeps."
     if self.enable_sleep_mode: self.engine.wake("weights")
-    fsdp = self._dist.is_fsdp  # TRL walks FSDP's shards; everything else is listed without touching the policy
-    weights = self._iter_named_params() if fsdp else policy_weights(self.model, self._dist.gather_params)
-    self.engine.load_weights(weights, version=self.trainer.state.global_step)
+    version, dist = self.trainer.state.global_step, self._dist
+    if not (dist.is_fsdp or dist.is_zero3): self._sync.sync(version); return
+    weights = self._iter_named_params() if dist.is_fsdp else policy_weights(self.model, dist.gather_params)
+    self.engine.load_weights(weights, version=version)  # shards: TRL walks FSDP's, ZeRO's are gathered one by one
 
+# %% ../nbs/05a_generation.ipynb #84c40947
 @patch
 def _sampling(self:EngineGeneration):
     "TRL's generation options as fields of vLLM's `SamplingParams`."
@@ -67,7 +76,7 @@ def _sampling(self:EngineGeneration):
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields
 
-# %% ../nbs/05a_generation.ipynb #6cd300dd
+# %% ../nbs/05a_generation.ipynb #41647d5c
 def call_seed(
     seed:int,       # `args.seed`
     step:int,       # optimizer steps so far
@@ -88,7 +97,7 @@ def _engine_call(self:EngineGeneration, prompts, n, sampling):
     self._calls[training] = call + 1
     return r
 
-# %% ../nbs/05a_generation.ipynb #fb3ba8dc
+# %% ../nbs/05a_generation.ipynb #add5c3ed
 def runs(
     prompts:list, # prompts, equal ones next to each other
 ) -> tuple[list, int]: # prompts to ask, and completions of each; (prompts, 1) when the repetitions differ in number
@@ -97,7 +106,7 @@ def runs(
     n = groups[0][1] if groups else 1
     return ([p for p, _ in groups], n) if all(c == n for _, c in groups) else (list(prompts), 1)
 
-# %% ../nbs/05a_generation.ipynb #858f33e2
+# %% ../nbs/05a_generation.ipynb #d8aa14ca
 @patch
 def _shared(self:EngineGeneration, prompts):
     "The prompts of all ranks that share this engine, and where this rank's begin."
@@ -107,7 +116,7 @@ def _shared(self:EngineGeneration, prompts):
     torch.distributed.all_gather_object(parts, prompts, group=group)
     return [p for part in parts for p in part], sum(map(len, parts[:torch.distributed.get_rank(group)]))
 
-# %% ../nbs/05a_generation.ipynb #da546d68
+# %% ../nbs/05a_generation.ipynb #21366e55
 @patch
 def generate(self:EngineGeneration,
     prompts:list[list[int]],  # this rank's prompts, each repeated as often as it is to be completed
@@ -132,7 +141,7 @@ def _with_images(prompt, images):
     data = images if images and len(images) > 1 else images and images[0]
     return dict(prompt_token_ids=prompt) | (dict(multi_modal_data=dict(image=data)) if images else {})
 
-# %% ../nbs/05a_generation.ipynb #bbb8bf6e
+# %% ../nbs/05a_generation.ipynb #ead7e34a
 @patch
 def sample(self:EngineGeneration,
     prompts:list[list[int]], # prompts: token ids
