@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['SHAPES', 'random_policy', 'stand_in', 'milliseconds', 'flat_copy', 'sync_rows', 'sync_claims', 'result', 'main']
 
-# %% ../nbs/23b_bench.ipynb #6053b0b7
-import argparse, datetime, json, platform, statistics, subprocess, sys, time
+# %% ../nbs/23b_bench.ipynb #1a7594d1
+import argparse, datetime, json, os, platform, statistics, subprocess, sys, time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,9 +15,10 @@ from tqdm.auto import tqdm
 
 from . import compat, toys
 from .generation import EngineGeneration
+from .policy_weights import policy_weights
 from .trace import Trace
 
-# %% ../nbs/23b_bench.ipynb #c490b5be
+# %% ../nbs/23b_bench.ipynb #582f2ebd
 #: name -> sizes of the Qwen2.5 model of that name (its config.json on the hub)
 SHAPES = {
     "0.5B": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
@@ -38,7 +39,7 @@ def random_policy(
     with torch.device("cpu" if compat.on_cpu() else "cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32 if compat.on_cpu() else torch.bfloat16)
 
-# %% ../nbs/23b_bench.ipynb #faac1862
+# %% ../nbs/23b_bench.ipynb #399cc88d
 def stand_in(
     policy, # live `PreTrainedModel` or `PeftModel`
 ): # an `EngineGeneration` on a running engine
@@ -63,7 +64,7 @@ def milliseconds(
         times.append((time.perf_counter() - start) * 1e3)
     return times[1:]
 
-# %% ../nbs/23b_bench.ipynb #341e1efc
+# %% ../nbs/23b_bench.ipynb #4ce28d71
 def flat_copy(
     size:int,    # bytes
     repeats:int, # how often
@@ -73,7 +74,7 @@ def flat_copy(
     dest = torch.empty_like(source)
     return milliseconds(lambda: dest.copy_(source), repeats)
 
-# %% ../nbs/23b_bench.ipynb #48927412
+# %% ../nbs/23b_bench.ipynb #3548a718
 def _lora(policy, seed=0):
     from peft import LoraConfig, get_peft_model
     torch.manual_seed(seed)
@@ -82,11 +83,23 @@ def _lora(policy, seed=0):
         if "lora_B" in n: torch.nn.init.normal_(p, std=.01)
     return model
 
+def _largest_difference(generation):
+    "Move what is trained, sync our way, then by vLLM's `load_weights`: by how much the engine's weights differ at most."
+    with torch.no_grad():
+        for p in generation.model.parameters():
+            if p.requires_grad: p.mul_(1.25)
+    memory = lambda: {n: p.detach().clone() for n, p in compat.engine_module(generation.llm).named_parameters()}
+    generation.sync_weights()
+    ours = memory()
+    generation.engine.load_weights(policy_weights(generation.model))
+    theirs = memory()
+    return max((ours[n].float() - theirs[n].float()).abs().max().item() for n in ours)
+
 def _frozen(model): return {n: p for n, p in model.named_parameters() if not p.requires_grad}
 
 def _bits_changed(before, model): return sum((before[n] != p).sum().item() for n, p in _frozen(model).items())
 
-# %% ../nbs/23b_bench.ipynb #4c1ba0b4
+# %% ../nbs/23b_bench.ipynb #885a26c5
 def sync_rows(
     shape:str,      # a key of `SHAPES`, or "toy"
     repeats:int=20, # of each measurement
@@ -102,6 +115,7 @@ def sync_rows(
         ours = milliseconds(generation.sync_weights, repeats)
         size = generation.trainer.trace.events[-1]["args"]["bytes"]
         row = dict(case=f"{case}_{shape}", metric="sync", unit="ms", bytes=size, ours=ours, limit=flat_copy(size, repeats))
+        row["largest_difference"] = _largest_difference(generation)
         if case == "fold":
             for _ in tqdm(range(many), desc="syncs"): generation.sync_weights()
             row |= dict(syncs=many, base_bits_changed=_bits_changed(base, model))
@@ -111,7 +125,7 @@ def sync_rows(
     generation.engine.close(say=False)
     return rows
 
-# %% ../nbs/23b_bench.ipynb #ff47711a
+# %% ../nbs/23b_bench.ipynb #1ec0d6e8
 def sync_claims(
     rows:list[dict], # from `sync_rows`
 ) -> dict[str, float]: # claim -> number
@@ -125,20 +139,20 @@ def sync_claims(
         if "base_bits_changed" in row: claims[f"base_bits_changed_after_{row['syncs']}_syncs"] = row["base_bits_changed"]
     return claims
 
-# %% ../nbs/23b_bench.ipynb #7cd1d04d
+# %% ../nbs/23b_bench.ipynb #b4ade68e
 def result(
     command:str,     # as it was typed
     rows:list[dict], # measurements
     claims:dict,     # claim -> number
 ) -> dict: # what goes into `benchmarks/<machine>/<name>.json`
-    "Measurements with all that is needed to make them again."
+    "Measurements with all that is needed to make them again. Outside a checkout the commit is that of `GIT_COMMIT`."
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
     machine = platform.processor() or platform.machine() if compat.on_cpu() else torch.cuda.get_device_name()
     versions = {p: compat.installed(p) for p in ("torch", "vllm", "trl", "transformers", "peft")}
-    return dict(command=command, commit=git.stdout.strip() or None, date=datetime.date.today().isoformat(), machine=machine,
+    return dict(command=command, commit=git.stdout.strip() or os.environ.get("GIT_COMMIT"), date=datetime.date.today().isoformat(), machine=machine,
                 versions=versions, rows=rows, claims=claims)
 
-# %% ../nbs/23b_bench.ipynb #eb867421
+# %% ../nbs/23b_bench.ipynb #cf8905ee
 def main(
     argv:list[str]|None=None, # arguments after `grpo-colab bench`
 ) -> int: # exit code

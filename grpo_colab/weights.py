@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Move', 'CopyPlan', 'WeightSync']
 
-# %% ../nbs/05_weights.ipynb #7c8c56ad
+# %% ../nbs/05_weights.ipynb #f4ec6503
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .engine import Engine
 from .policy_weights import adapted_layers, layer_weights, plain_weights, policy_weights, tallied
 
-# %% ../nbs/05_weights.ipynb #5f2b6b8c
+# %% ../nbs/05_weights.ipynb #00a0e324
 @dataclass(frozen=True)
 class Move:
     "One copy: a view of the tensor `name` into `dest`, a view of the engine's memory."
@@ -33,10 +33,10 @@ class Move:
                              f"was made for {self.layout}: make a new one")
         return tensor.as_strided(self.dest.shape, self.stride, tensor.storage_offset() + self.offset)
 
-# %% ../nbs/05_weights.ipynb #ee5e65e8
+# %% ../nbs/05_weights.ipynb #8fffdbc8
 def _start(t): return t.untyped_storage().data_ptr()
 
-# %% ../nbs/05_weights.ipynb #121037fa
+# %% ../nbs/05_weights.ipynb #ff297a80
 class _Watch(TorchDispatchMode):
     "Writes down the copies from tensors that pass through `over` into the memory of `module`."
     def __init__(self, module):
@@ -62,7 +62,7 @@ class _Watch(TorchDispatchMode):
         self.moves.append(Move(name, dest.detach(), source.stride(), source.storage_offset() - tensor.storage_offset(),
                                (tuple(tensor.shape), tensor.stride())))
 
-# %% ../nbs/05_weights.ipynb #8ef01f3d
+# %% ../nbs/05_weights.ipynb #22cd8c0f
 class CopyPlan:
     "Where a policy's tensors go in an engine's memory, found by watching `load_weights` once. Making it loads the weights."
     def __init__(self,
@@ -88,7 +88,7 @@ def _arrived(move, sources):
     tensor = next((t for n, t in sources.values() if n == move.name), None)
     return tensor is None or torch.equal(move.source(tensor).detach().to(move.dest.dtype), move.dest)
 
-# %% ../nbs/05_weights.ipynb #ce5961cb
+# %% ../nbs/05_weights.ipynb #ac444cc8
 @patch
 def pairs(self:CopyPlan,
     weights:Iterable, # (checkpoint name, tensor), any of those the plan was made from
@@ -102,8 +102,8 @@ def pairs(self:CopyPlan,
             sources.append(move.source(tensor))
     return dests, sources, rest
 
-# %% ../nbs/05_weights.ipynb #948d8639
-def _fold(layer):
+# %% ../nbs/05_weights.ipynb #ea053af1
+def _factors(layer):
     "(weight, A, B, scale) of a layer whose adapter is one plain LoRA, or None."
     from peft.tuners.lora import Linear
     if type(layer) is not Linear or layer.merged or len(layer.active_adapters) != 1: return None
@@ -126,14 +126,14 @@ def _rectangle(move):
     row, column = divmod(offset, stride[0])
     return slice(row, row + move.dest.shape[0]), slice(column, column + move.dest.shape[1])
 
-# %% ../nbs/05_weights.ipynb #20655933
+# %% ../nbs/05_weights.ipynb #9d060cd5
 class WeightSync:
     "Brings an engine to the policy's weights. Not for policies in shards: those are gathered and loaded."
     def __init__(self,
         engine:Engine, # whose memory is written
         model,         # live `PreTrainedModel` or `PeftModel`
     ):
-        self.engine, self.model, self.plan = engine, model, None
+        self.engine, self.model, self.plan, self._key, self._graph = engine, model, None, None, None
 
     @torch.no_grad()
     def sync(self,
@@ -147,7 +147,7 @@ class WeightSync:
             span.add(bytes=size, whole=whole, planned=not new)
         return size
 
-# %% ../nbs/05_weights.ipynb #fa138c06
+# %% ../nbs/05_weights.ipynb #9d0d18a4
 @patch
 def _first(self:WeightSync, module):
     "Load everything as vLLM does, and write down where it went."
@@ -155,6 +155,7 @@ def _first(self:WeightSync, module):
     self.plan = CopyPlan(module, tallied(policy_weights(self.model), tally))
     self.engine.check_loaded(module, self.plan.loaded)
     weights = [(n, p) for n, p in plain_weights(self.model) if p.requires_grad]
+    self._key = self._graph = None
     self._addresses = [(p, p.data_ptr()) for _, p in weights]
     self._pairs = self.plan.pairs((n, p.data) for n, p in weights)
     self._size = sum(p.numel() * p.element_size() for _, p in weights)
@@ -166,7 +167,7 @@ def _moved(self:WeightSync):
     "Did a trained parameter get other memory since the plan was made?"
     return any(p.data_ptr() != address for p, address in self._addresses)
 
-# %% ../nbs/05_weights.ipynb #a35672c8
+# %% ../nbs/05_weights.ipynb #5ee0b36f
 @patch
 def _again(self:WeightSync, module, whole):
     "By the plan: what is trained and adapted, and the frozen weights too when the engine may not have them."
@@ -174,21 +175,46 @@ def _again(self:WeightSync, module, whole):
     if whole:
         frozen = [(n, p.data) for n, p in plain_weights(self.model) if not p.requires_grad]
         for mine, more in zip((dests, sources, rest), self.plan.pairs(frozen)): mine += more
-    if dests: torch._foreach_copy_(dests, sources, non_blocking=True)
+    folds = [] if whole else [f for name, layer in self._layers if (f := self._fold(name, layer))]
     size = sum(s.numel() * s.element_size() for s in sources) if whole else self._size
-    size += sum(self._layer(name, layer, rest, whole) for name, layer in self._layers)
+    if len(folds) < len(self._layers): size += sum(self._merge(*l, rest) for l in self._layers)
+    else: size += sum(t.numel() * t.element_size() for f in folds for t in f[1][:3])
+    self._run(dests, sources, folds if len(folds) == len(self._layers) else [])
     if rest: module.load_weights(rest)
     return size
 
-# %% ../nbs/05_weights.ipynb #c4f1e166
+# %% ../nbs/05_weights.ipynb #8a8d3cad
 @patch
-def _layer(self:WeightSync, name, layer, rest, whole):
-    factors, moves = None if whole else _fold(layer), self.plan.moves.get(f"{name}.weight", [])
-    rectangles = [_rectangle(m) for m in moves]
+def _fold(self:WeightSync, name, layer):
+    "(moves with their rectangles, factors) of a layer that can be folded, or None."
+    factors, moves = _factors(layer), self.plan.moves.get(f"{name}.weight")
     bias = layer.get_base_layer().bias if factors else None
-    if factors and moves and all(rectangles) and not (bias is not None and bias.requires_grad):
-        for move, r in zip(moves, rectangles): _fold_into(move.dest, *factors, *r)
-        return sum(t.numel() * t.element_size() for t in factors[:3])
+    if not factors or not moves or (bias is not None and bias.requires_grad): return None
+    parts = [(m.dest, _rectangle(m)) for m in moves]
+    return (parts, factors) if all(r for _, r in parts) else None
+
+# %% ../nbs/05_weights.ipynb #123565e1
+def _write(dests, sources, folds):
+    if dests: torch._foreach_copy_(dests, sources, non_blocking=True)
+    for parts, factors in folds:
+        for dest, rectangle in parts: _fold_into(dest, *factors, *rectangle)
+
+@patch
+def _run(self:WeightSync, *what):
+    "On a GPU, the second run of the same work is captured, and later ones are one launch."
+    dests, sources, folds = what
+    key = [t.data_ptr() for t in sources] + [x.data_ptr() if isinstance(x, torch.Tensor) else x for _, f in folds for x in f]
+    if key != self._key: self._key, self._graph = key, None; return _write(*what)
+    if not dests + folds or not torch.cuda.is_available(): return _write(*what)
+    if self._graph is None:
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph): _write(*what)  # writes nothing yet
+    self._graph.replay()
+
+# %% ../nbs/05_weights.ipynb #54af2149
+@patch
+def _merge(self:WeightSync, name, layer, rest):
+    "What is no plain LoRA, merged by PEFT in a copy of the layer; bytes read."
     merged = list(layer_weights(name, layer))
     dests, sources, more = self.plan.pairs(merged)
     for d, s in zip(dests, sources): d.copy_(s)
