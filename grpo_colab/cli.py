@@ -5,16 +5,17 @@
 # %% auto #0
 __all__ = ['COMMANDS', 'main']
 
-# %% ../nbs/24_cli.ipynb #a31404ac
+# %% ../nbs/24_cli.ipynb #8d0e07dd
 import argparse, importlib, sys, warnings
 
 from . import __version__
 
-# %% ../nbs/24_cli.ipynb #4c727e69
+# %% ../nbs/24_cli.ipynb #93f403d4
 #: command -> what it does; the module of that name has `main(argv) -> exit code`
 COMMANDS = {
     "demo": "train a toy policy with GRPO on real vLLM and write a report",
     "train": "train a policy as a YAML config says",
+    "bench": "measure beside TRL and beside the limit",
     "doctor": "say what would break a run on this machine, and the remedy",
 }
 
@@ -28,14 +29,14 @@ def _parser():
     parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those above")
     return parser
 
-# %% ../nbs/24_cli.ipynb #2e68e421
+# %% ../nbs/24_cli.ipynb #c4cf7501
 def _told(error):
     "An error in a line or two. Ours say what to do; for others it may help to see where they come from."
     ours = type(error).__module__.startswith("grpo_colab.")
     return "\n".join([f"grpo-colab: {str(error) or type(error).__name__}", *getattr(error, "__notes__", []),
                       *([] if ours else ["(--debug shows where it was raised)"])])
 
-# %% ../nbs/24_cli.ipynb #7ca25633
+# %% ../nbs/24_cli.ipynb #599d7091
 def main(
     argv:list[str]|None=None, # arguments; None takes those of the process
 ) -> int: # exit code
@@ -58,5 +59,5 @@ def main(
         print(_told(e), file=sys.stderr)
         return 2
 
-# %% ../nbs/24_cli.ipynb #47a2b4c2
+# %% ../nbs/24_cli.ipynb #8e2562db
 if __name__ == "__main__" and globals().get("__spec__"): sys.exit(main())  # a notebook is called __main__ too
