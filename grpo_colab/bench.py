@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['SHAPES', 'random_policy', 'stand_in', 'milliseconds', 'flat_copy', 'sync_rows', 'sync_claims', 'result', 'main']
 
-# %% ../nbs/23b_bench.ipynb #1a7594d1
-import argparse, datetime, json, os, platform, statistics, subprocess, sys, time
+# %% ../nbs/23b_bench.ipynb #595e98ac
+import argparse, datetime, json, os, platform, statistics, subprocess, time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +19,7 @@ from .generation import EngineGeneration
 from .policy_weights import policy_weights
 from .trace import Trace
 
-# %% ../nbs/23b_bench.ipynb #582f2ebd
+# %% ../nbs/23b_bench.ipynb #b47b812f
 #: name -> sizes of the Qwen2.5 model of that name (its config.json on the hub)
 SHAPES = {
     "0.5B": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
@@ -39,7 +40,7 @@ def random_policy(
     with torch.device("cpu" if compat.on_cpu() else "cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32 if compat.on_cpu() else torch.bfloat16)
 
-# %% ../nbs/23b_bench.ipynb #399cc88d
+# %% ../nbs/23b_bench.ipynb #33c4d349
 def stand_in(
     policy, # live `PreTrainedModel` or `PeftModel`
 ): # an `EngineGeneration` on a running engine
@@ -64,7 +65,7 @@ def milliseconds(
         times.append((time.perf_counter() - start) * 1e3)
     return times[1:]
 
-# %% ../nbs/23b_bench.ipynb #4ce28d71
+# %% ../nbs/23b_bench.ipynb #6c61c481
 def flat_copy(
     size:int,    # bytes
     repeats:int, # how often
@@ -74,7 +75,7 @@ def flat_copy(
     dest = torch.empty_like(source)
     return milliseconds(lambda: dest.copy_(source), repeats)
 
-# %% ../nbs/23b_bench.ipynb #3548a718
+# %% ../nbs/23b_bench.ipynb #fccdc4aa
 def _lora(policy, seed=0):
     from peft import LoraConfig, get_peft_model
     torch.manual_seed(seed)
@@ -99,7 +100,7 @@ def _frozen(model): return {n: p for n, p in model.named_parameters() if not p.r
 
 def _bits_changed(before, model): return sum((before[n] != p).sum().item() for n, p in _frozen(model).items())
 
-# %% ../nbs/23b_bench.ipynb #885a26c5
+# %% ../nbs/23b_bench.ipynb #26169ada
 def sync_rows(
     shape:str,      # a key of `SHAPES`, or "toy"
     repeats:int=20, # of each measurement
@@ -119,13 +120,13 @@ def sync_rows(
         if case == "fold":
             for _ in tqdm(range(many), desc="syncs"): generation.sync_weights()
             row |= dict(syncs=many, base_bits_changed=_bits_changed(base, model))
-        row["peer"] = milliseconds(lambda: theirs.sync_weights(generation), max(3, repeats // 4))
+        row["peer"] = milliseconds(partial(theirs.sync_weights, generation), max(3, repeats // 4))
         if case == "fold": row["peer_base_values_changed"] = _bits_changed(base, model)
         rows.append(row)
     generation.engine.close(say=False)
     return rows
 
-# %% ../nbs/23b_bench.ipynb #1ec0d6e8
+# %% ../nbs/23b_bench.ipynb #8aeadacf
 def sync_claims(
     rows:list[dict], # from `sync_rows`
 ) -> dict[str, float]: # claim -> number
@@ -139,7 +140,7 @@ def sync_claims(
         if "base_bits_changed" in row: claims[f"base_bits_changed_after_{row['syncs']}_syncs"] = row["base_bits_changed"]
     return claims
 
-# %% ../nbs/23b_bench.ipynb #b4ade68e
+# %% ../nbs/23b_bench.ipynb #67e1e58d
 def result(
     command:str,     # as it was typed
     rows:list[dict], # measurements
@@ -147,12 +148,13 @@ def result(
 ) -> dict: # what goes into `benchmarks/<machine>/<name>.json`
     "Measurements with all that is needed to make them again. Outside a checkout the commit is that of `GIT_COMMIT`."
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    commit = os.environ.get("GIT_COMMIT") if git.returncode else git.stdout.strip()
     machine = platform.processor() or platform.machine() if compat.on_cpu() else torch.cuda.get_device_name()
     versions = {p: compat.installed(p) for p in ("torch", "vllm", "trl", "transformers", "peft")}
-    return dict(command=command, commit=git.stdout.strip() or os.environ.get("GIT_COMMIT"), date=datetime.date.today().isoformat(), machine=machine,
+    return dict(command=command, commit=commit, date=datetime.date.today().isoformat(), machine=machine,
                 versions=versions, rows=rows, claims=claims)
 
-# %% ../nbs/23b_bench.ipynb #cf8905ee
+# %% ../nbs/23b_bench.ipynb #786730f0
 def main(
     argv:list[str]|None=None, # arguments after `grpo-colab bench`
 ) -> int: # exit code
@@ -167,6 +169,6 @@ def main(
     rows = [r for shape in shapes for r in sync_rows(shape, args.repeats)]
     claims = sync_claims(rows)
     for name, number in claims.items(): print(f"{name:45} {number}")
-    command = " ".join(["grpo-colab bench", *(sys.argv[2:] if argv is None else argv)])
+    command = f"grpo-colab bench {args.name} --shapes {' '.join(shapes)} --repeats {args.repeats}"
     if args.json: args.json.write_text(json.dumps(result(command, rows, claims), indent=1) + "\n")
     return 0

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Engine']
 
-# %% ../nbs/04_engine.ipynb #4d6212d0
+# %% ../nbs/04_engine.ipynb #4b36bf48
 import atexit, contextlib, gc, itertools, json, os, shutil, tempfile
 from pathlib import Path
 
@@ -20,10 +20,10 @@ from .policy_weights import has_own_head, policy_weights, tallied
 from .rollouts import Rollouts
 from .sample import check_prompts, run_requests, sampling_params, seeded, to_rollouts
 from .trace import Trace
-from .vllm_args import (EngineClosed, EngineError, EngineRunning, check_engine_args, check_ranks, config_only,
-                                  engine_dtype, engine_shape, eos_ids, first_line, launcher_env, real_stdout, remedy)
+from .vllm_args import (EngineClosed, EngineError, EngineRunning, check_engine_args, check_loaded, check_ranks,
+                                  config_only, engine_dtype, engine_shape, eos_ids, first_line, launcher_env, real_stdout, remedy)
 
-# %% ../nbs/04_engine.ipynb #630428aa
+# %% ../nbs/04_engine.ipynb #fad09aeb
 class Engine:
     """One vLLM inside this process, on this rank's device. With a live model, weights are copied, not read from disk.
     Raises `CheckpointError`, `TypeError` (unknown argument), `EngineRunning`, and `EngineError` when vLLM won't start."""
@@ -49,7 +49,7 @@ class Engine:
         if self.llm is None: self._start(model, tokenizer)
         if self.live: self._first_weights(model, load)
 
-# %% ../nbs/04_engine.ipynb #3f7fe4d8
+# %% ../nbs/04_engine.ipynb #8e74ca94
 @patch
 def __repr__(self:Engine):
     state = f"version {self.version}, context {self.max_model_len}" if self.llm else f"closed: {self.why}"
@@ -65,7 +65,7 @@ def max_model_len(self:Engine) -> int: # tokens
     "The longest prompt and completion together."
     return self.llm.llm_engine.model_config.max_model_len
 
-# %% ../nbs/04_engine.ipynb #f95c82ae
+# %% ../nbs/04_engine.ipynb #115afe46
 @patch
 def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_args):
     "Work out vLLM's arguments, and the key by which an engine of the same shape is recognised."
@@ -83,7 +83,7 @@ def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_
     shape = [engine_shape(model), str(tokenizer)] if self.live else [str(model)]
     self.key = json.dumps([self.args, shape], default=str, sort_keys=True)
 
-# %% ../nbs/04_engine.ipynb #0a7c242b
+# %% ../nbs/04_engine.ipynb #4795da32
 @patch
 def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
@@ -102,7 +102,7 @@ def _settle(self:Engine, if_running):
         old.why, Engine.running = "a newer Engine of the same shape took its vLLM over", self
     else: old.close("another Engine took its place", say=False)
 
-# %% ../nbs/04_engine.ipynb #83912ce6
+# %% ../nbs/04_engine.ipynb #997d1e55
 @patch
 def _start(self:Engine, model, tokenizer):
     "Build the `vllm.LLM`; on failure leave the process as it was."
@@ -128,7 +128,7 @@ def _forget(self:Engine, why):
     self.llm, self._dir, self.why = None, None, why
     if Engine.running is self: Engine.running = None
 
-# %% ../nbs/04_engine.ipynb #29808f62
+# %% ../nbs/04_engine.ipynb #a6390260
 @patch
 def _alive(self:Engine):
     "Raise unless there is an engine."
@@ -140,7 +140,7 @@ def _ready(self:Engine):
     self._alive()
     if self.broken: raise EngineError(f"the engine must not sample: {self.broken}. load_weights() mends it")
 
-# %% ../nbs/04_engine.ipynb #2e115a24
+# %% ../nbs/04_engine.ipynb #f758d0cf
 @patch
 def generate(self:Engine,
     prompts:list,          # prompts: lists of token ids, or vLLM's prompt dicts (for images); all ranks of a TP group alike
@@ -160,7 +160,7 @@ def generate(self:Engine,
         span.add(tokens=len(rollouts.tokens))
     return rollouts
 
-# %% ../nbs/04_engine.ipynb #b84a8e6b
+# %% ../nbs/04_engine.ipynb #6b160397
 @patch
 def load_weights(self:Engine,
     weights,            # iterable of (Hugging Face name, tensor); whole, not sharded
@@ -171,11 +171,11 @@ def load_weights(self:Engine,
     tally = dict(bytes=0, tensors=0)
     with self.syncing(version) as (module, span):
         loaded = module.load_weights(tallied(weights, tally))
-        if not partial: self.check_loaded(module, loaded)
+        if not partial: check_loaded(module, loaded)
         span.add(**tally)
     return tally["bytes"]
 
-# %% ../nbs/04_engine.ipynb #fd995544
+# %% ../nbs/04_engine.ipynb #2de50167
 @patch
 @contextlib.contextmanager
 def syncing(self:Engine,
@@ -191,13 +191,7 @@ def syncing(self:Engine,
         self.llm.reset_prefix_cache()
         self.broken, self.version, self.written_by = None, version, by
 
-@patch
-def check_loaded(self:Engine, module, loaded):
-    "Raise `EngineError` naming a parameter of vLLM's module that is not among the `loaded` names."
-    if missing := {n for n, _ in module.named_parameters()} - set(loaded or ()):
-        raise EngineError(f"{len(missing)} parameters got no weight, first {min(missing)}: pass the whole policy")
-
-# %% ../nbs/04_engine.ipynb #fead992d
+# %% ../nbs/04_engine.ipynb #fc92b222
 @patch
 def _first_weights(self:Engine, model, load):
     "Copy the live policy into an engine that was just started or taken over; close it if that fails."
@@ -208,10 +202,10 @@ def _first_weights(self:Engine, model, load):
         self.close("the policy's weights could not be copied", say=False)
         raise
 
-# %% ../nbs/04_engine.ipynb #427540c9
+# %% ../nbs/04_engine.ipynb #ff9cf36e
 _lora_ids = itertools.count(1)  # never twice in a process: vLLM takes a number it knows for the same adapter
 
-# %% ../nbs/04_engine.ipynb #7c96752b
+# %% ../nbs/04_engine.ipynb #4b3fcfd7
 @patch
 def load_lora(self:Engine,
     adapter,         # directory as PEFT saves it, or a live `PeftModel`
@@ -237,7 +231,7 @@ def _adapter(self:Engine, name):
     if name is not None and name not in self.loras: raise KeyError(f"no adapter {name!r}: loaded are {sorted(self.loras)}")
     return self.loras.get(name)
 
-# %% ../nbs/04_engine.ipynb #ac703045
+# %% ../nbs/04_engine.ipynb #42f30937
 @patch
 def sleep(self:Engine,
     level:int=1, # 1 keeps the weights in main memory, 2 drops them
@@ -260,7 +254,7 @@ def wake(self:Engine,
     with self.trace.span("wake", tags=list(tags)), uninterrupted(): self.llm.wake_up(list(tags) or None)
     return True
 
-# %% ../nbs/04_engine.ipynb #67c5924b
+# %% ../nbs/04_engine.ipynb #c6ff5437
 @patch
 def close(self:Engine,
     why:str="close() was called", # what to tell whoever uses this engine afterwards

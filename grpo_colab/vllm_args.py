@@ -4,17 +4,17 @@
 
 # %% auto #0
 __all__ = ['REMEDIES', 'launcher_env', 'real_stdout', 'check_engine_args', 'check_ranks', 'base_model', 'config_only',
-           'engine_dtype', 'engine_shape', 'eos_ids', 'EngineError', 'EngineClosed', 'EngineRunning', 'first_line',
-           'remedy']
+           'engine_dtype', 'engine_shape', 'eos_ids', 'EngineError', 'EngineClosed', 'EngineRunning', 'check_loaded',
+           'first_line', 'remedy']
 
-# %% ../nbs/03d_vllm_args.ipynb #000d6c47
+# %% ../nbs/03d_vllm_args.ipynb #c9b9110a
 import contextlib, difflib, inspect, json, os, socket, sys, tempfile
 from pathlib import Path
 
 from . import compat
 from .policy_weights import has_own_head
 
-# %% ../nbs/03d_vllm_args.ipynb #7a5b76e5
+# %% ../nbs/03d_vllm_args.ipynb #45ae7088
 def _free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -35,7 +35,7 @@ def launcher_env(
         for k in set(os.environ) - set(before): del os.environ[k]
         os.environ.update(before)
 
-# %% ../nbs/03d_vllm_args.ipynb #0f23514b
+# %% ../nbs/03d_vllm_args.ipynb #2721ea0a
 @contextlib.contextmanager
 def real_stdout():
     "While this is open, `sys.stdout` is a file, as vLLM expects; in a notebook what is printed then goes to the terminal."
@@ -45,7 +45,7 @@ def real_stdout():
     try: yield
     finally: sys.stdout = before
 
-# %% ../nbs/03d_vllm_args.ipynb #2852839c
+# %% ../nbs/03d_vllm_args.ipynb #16cf871c
 def check_engine_args(
     args:dict, # engine arguments, named as in vLLM's `EngineArgs`
 ):
@@ -58,7 +58,7 @@ def check_engine_args(
         hint = f": did you mean {' or '.join(near)}?" if near else ": see `vllm serve --help` for the list"
         raise TypeError(f"vLLM {compat.installed('vllm')} has no engine argument {name!r}{hint}")
 
-# %% ../nbs/03d_vllm_args.ipynb #25b2604f
+# %% ../nbs/03d_vllm_args.ipynb #a9decad6
 def check_ranks(
     tensor_parallel_size:int, # ranks that share one engine
 ):
@@ -68,7 +68,7 @@ def check_ranks(
         raise ValueError(f"tensor_parallel_size={tensor_parallel_size} does not divide the {world} process(es) of this run: "
                          f"start it with torchrun --nproc-per-node {max(tensor_parallel_size, 1)}")
 
-# %% ../nbs/03d_vllm_args.ipynb #96ef521d
+# %% ../nbs/03d_vllm_args.ipynb #ef96a75d
 def base_model(
     model, # a live `PreTrainedModel` or `PeftModel`
 ): # the `PreTrainedModel`
@@ -93,7 +93,7 @@ def config_only(
     if tokenizer is not None: tokenizer.save_pretrained(path)
     return path
 
-# %% ../nbs/03d_vllm_args.ipynb #d9e9823d
+# %% ../nbs/03d_vllm_args.ipynb #75ae795a
 def engine_dtype(
     model,       # a live `PreTrainedModel`
     cpu:bool,    # does the engine run on the CPU?
@@ -104,7 +104,7 @@ def engine_dtype(
     if cpu or dtype != "float32": return dtype
     return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
-# %% ../nbs/03d_vllm_args.ipynb #a4905bd1
+# %% ../nbs/03d_vllm_args.ipynb #9bd488f5
 def engine_shape(
     model, # a live `PreTrainedModel` or `PeftModel`
 ) -> tuple: # equal for policies that one engine can serve
@@ -120,12 +120,20 @@ def eos_ids(
     ids = model.generation_config.eos_token_id
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
-# %% ../nbs/03d_vllm_args.ipynb #4624b971
+# %% ../nbs/03d_vllm_args.ipynb #8ae88087
 class EngineError(RuntimeError): "The engine could not start, or was left in a state in which it must not sample."
 class EngineClosed(EngineError): "The engine was closed, or another one took its place."
 class EngineRunning(EngineError): "Another engine is alive in this process."
 
-# %% ../nbs/03d_vllm_args.ipynb #b39e6d5d
+def check_loaded(
+    module, # the module inside vLLM
+    loaded, # names of its parameters that got a weight
+):
+    "Raise `EngineError` naming a parameter of vLLM's module that is not among the `loaded` names."
+    if missing := {n for n, _ in module.named_parameters()} - set(loaded or ()):
+        raise EngineError(f"{len(missing)} parameters got no weight, first {min(missing)}: pass the whole policy")
+
+# %% ../nbs/03d_vllm_args.ipynb #5638947e
 REMEDIES = {  # words in vLLM's error -> what to do
     "No available memory for the cache": "Raise gpu_memory_utilization, or lower max_model_len or max_num_seqs",
     "greater than the derived max_model_len": "Lower max_model_len: this model's positions end there",
@@ -137,7 +145,7 @@ REMEDIES = {  # words in vLLM's error -> what to do
     "not supported for now": "This vLLM does not know the architecture: see its list of supported models",
 }
 
-# %% ../nbs/03d_vllm_args.ipynb #df5835b5
+# %% ../nbs/03d_vllm_args.ipynb #0c924556
 def first_line(
     error, # an exception
 ) -> str: # one line, at most 400 characters

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Move', 'CopyPlan', 'WeightSync']
 
-# %% ../nbs/05_weights.ipynb #f4ec6503
+# %% ../nbs/05_weights.ipynb #fcf00be8
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .engine import Engine
 from .policy_weights import adapted_layers, layer_weights, plain_weights, policy_weights, tallied
+from .vllm_args import check_loaded
 
-# %% ../nbs/05_weights.ipynb #00a0e324
+# %% ../nbs/05_weights.ipynb #0a40ca56
 @dataclass(frozen=True)
 class Move:
     "One copy: a view of the tensor `name` into `dest`, a view of the engine's memory."
@@ -33,10 +34,10 @@ class Move:
                              f"was made for {self.layout}: make a new one")
         return tensor.as_strided(self.dest.shape, self.stride, tensor.storage_offset() + self.offset)
 
-# %% ../nbs/05_weights.ipynb #8fffdbc8
+# %% ../nbs/05_weights.ipynb #f3e13627
 def _start(t): return t.untyped_storage().data_ptr()
 
-# %% ../nbs/05_weights.ipynb #ff297a80
+# %% ../nbs/05_weights.ipynb #dc706f1d
 class _Watch(TorchDispatchMode):
     "Writes down the copies from tensors that pass through `over` into the memory of `module`."
     def __init__(self, module):
@@ -62,7 +63,7 @@ class _Watch(TorchDispatchMode):
         self.moves.append(Move(name, dest.detach(), source.stride(), source.storage_offset() - tensor.storage_offset(),
                                (tuple(tensor.shape), tensor.stride())))
 
-# %% ../nbs/05_weights.ipynb #22cd8c0f
+# %% ../nbs/05_weights.ipynb #d933f50b
 class CopyPlan:
     "Where a policy's tensors go in an engine's memory, found by watching `load_weights` once. Making it loads the weights."
     def __init__(self,
@@ -88,7 +89,7 @@ def _arrived(move, sources):
     tensor = next((t for n, t in sources.values() if n == move.name), None)
     return tensor is None or torch.equal(move.source(tensor).detach().to(move.dest.dtype), move.dest)
 
-# %% ../nbs/05_weights.ipynb #ac444cc8
+# %% ../nbs/05_weights.ipynb #dccfde39
 @patch
 def pairs(self:CopyPlan,
     weights:Iterable, # (checkpoint name, tensor), any of those the plan was made from
@@ -102,7 +103,7 @@ def pairs(self:CopyPlan,
             sources.append(move.source(tensor))
     return dests, sources, rest
 
-# %% ../nbs/05_weights.ipynb #ea053af1
+# %% ../nbs/05_weights.ipynb #68d94e76
 def _factors(layer):
     "(weight, A, B, scale) of a layer whose adapter is one plain LoRA, or None."
     from peft.tuners.lora import Linear
@@ -126,7 +127,7 @@ def _rectangle(move):
     row, column = divmod(offset, stride[0])
     return slice(row, row + move.dest.shape[0]), slice(column, column + move.dest.shape[1])
 
-# %% ../nbs/05_weights.ipynb #9d060cd5
+# %% ../nbs/05_weights.ipynb #244d3c78
 class WeightSync:
     "Brings an engine to the policy's weights. Not for policies in shards: those are gathered and loaded."
     def __init__(self,
@@ -147,13 +148,13 @@ class WeightSync:
             span.add(bytes=size, whole=whole, planned=not new)
         return size
 
-# %% ../nbs/05_weights.ipynb #9d0d18a4
+# %% ../nbs/05_weights.ipynb #b87db467
 @patch
 def _first(self:WeightSync, module):
     "Load everything as vLLM does, and write down where it went."
     tally = dict(bytes=0, tensors=0)
     self.plan = CopyPlan(module, tallied(policy_weights(self.model), tally))
-    self.engine.check_loaded(module, self.plan.loaded)
+    check_loaded(module, self.plan.loaded)
     weights = [(n, p) for n, p in plain_weights(self.model) if p.requires_grad]
     self._key = self._graph = None
     self._addresses = [(p, p.data_ptr()) for _, p in weights]
@@ -167,7 +168,7 @@ def _moved(self:WeightSync):
     "Did a trained parameter get other memory since the plan was made?"
     return any(p.data_ptr() != address for p, address in self._addresses)
 
-# %% ../nbs/05_weights.ipynb #5ee0b36f
+# %% ../nbs/05_weights.ipynb #1745360a
 @patch
 def _again(self:WeightSync, module, whole):
     "By the plan: what is trained and adapted, and the frozen weights too when the engine may not have them."
@@ -183,7 +184,7 @@ def _again(self:WeightSync, module, whole):
     if rest: module.load_weights(rest)
     return size
 
-# %% ../nbs/05_weights.ipynb #8a8d3cad
+# %% ../nbs/05_weights.ipynb #19d2897f
 @patch
 def _fold(self:WeightSync, name, layer):
     "(moves with their rectangles, factors) of a layer that can be folded, or None."
@@ -193,7 +194,7 @@ def _fold(self:WeightSync, name, layer):
     parts = [(m.dest, _rectangle(m)) for m in moves]
     return (parts, factors) if all(r for _, r in parts) else None
 
-# %% ../nbs/05_weights.ipynb #123565e1
+# %% ../nbs/05_weights.ipynb #3e185de4
 def _write(dests, sources, folds):
     if dests: torch._foreach_copy_(dests, sources, non_blocking=True)
     for parts, factors in folds:
@@ -211,7 +212,7 @@ def _run(self:WeightSync, *what):
         with torch.cuda.graph(self._graph): _write(*what)  # writes nothing yet
     self._graph.replay()
 
-# %% ../nbs/05_weights.ipynb #54af2149
+# %% ../nbs/05_weights.ipynb #3b74e354
 @patch
 def _merge(self:WeightSync, name, layer, rest):
     "What is no plain LoRA, merged by PEFT in a copy of the layer; bytes read."
