@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SHAPES', 'random_policy', 'stand_in', 'milliseconds', 'flat_copy', 'sync_rows', 'sync_claims', 'result', 'main']
 
-# %% ../nbs/23b_bench.ipynb #595e98ac
+# %% ../nbs/23b_bench.ipynb #727ae8d9
 import argparse, datetime, json, os, platform, statistics, subprocess, time
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from .generation import EngineGeneration
 from .policy_weights import policy_weights
 from .trace import Trace
 
-# %% ../nbs/23b_bench.ipynb #b47b812f
+# %% ../nbs/23b_bench.ipynb #de1a7973
 #: name -> sizes of the Qwen2.5 model of that name (its config.json on the hub)
 SHAPES = {
     "0.5B": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
@@ -40,7 +40,7 @@ def random_policy(
     with torch.device("cpu" if compat.on_cpu() else "cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32 if compat.on_cpu() else torch.bfloat16)
 
-# %% ../nbs/23b_bench.ipynb #33c4d349
+# %% ../nbs/23b_bench.ipynb #799538de
 def stand_in(
     policy, # live `PreTrainedModel` or `PeftModel`
 ): # an `EngineGeneration` on a running engine
@@ -65,7 +65,7 @@ def milliseconds(
         times.append((time.perf_counter() - start) * 1e3)
     return times[1:]
 
-# %% ../nbs/23b_bench.ipynb #6c61c481
+# %% ../nbs/23b_bench.ipynb #bb19e818
 def flat_copy(
     size:int,    # bytes
     repeats:int, # how often
@@ -75,7 +75,7 @@ def flat_copy(
     dest = torch.empty_like(source)
     return milliseconds(lambda: dest.copy_(source), repeats)
 
-# %% ../nbs/23b_bench.ipynb #fccdc4aa
+# %% ../nbs/23b_bench.ipynb #ef76abd7
 def _lora(policy, seed=0):
     from peft import LoraConfig, get_peft_model
     torch.manual_seed(seed)
@@ -100,7 +100,7 @@ def _frozen(model): return {n: p for n, p in model.named_parameters() if not p.r
 
 def _bits_changed(before, model): return sum((before[n] != p).sum().item() for n, p in _frozen(model).items())
 
-# %% ../nbs/23b_bench.ipynb #26169ada
+# %% ../nbs/23b_bench.ipynb #3b71afd5
 def sync_rows(
     shape:str,      # a key of `SHAPES`, or "toy"
     repeats:int=20, # of each measurement
@@ -126,7 +126,7 @@ def sync_rows(
     generation.engine.close(say=False)
     return rows
 
-# %% ../nbs/23b_bench.ipynb #8aeadacf
+# %% ../nbs/23b_bench.ipynb #1ae066b4
 def sync_claims(
     rows:list[dict], # from `sync_rows`
 ) -> dict[str, float]: # claim -> number
@@ -140,7 +140,7 @@ def sync_claims(
         if "base_bits_changed" in row: claims[f"base_bits_changed_after_{row['syncs']}_syncs"] = row["base_bits_changed"]
     return claims
 
-# %% ../nbs/23b_bench.ipynb #67e1e58d
+# %% ../nbs/23b_bench.ipynb #4069c940
 def result(
     command:str,     # as it was typed
     rows:list[dict], # measurements
@@ -154,7 +154,7 @@ def result(
     return dict(command=command, commit=commit, date=datetime.date.today().isoformat(), machine=machine,
                 versions=versions, rows=rows, claims=claims)
 
-# %% ../nbs/23b_bench.ipynb #786730f0
+# %% ../nbs/23b_bench.ipynb #3d7e40e1
 def main(
     argv:list[str]|None=None, # arguments after `grpo-colab bench`
 ) -> int: # exit code

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COUNTERS', 'ColocateGRPOTrainer', 'rng_state', 'set_rng_state']
 
-# %% ../nbs/09_colocate.ipynb #57a8e07e
+# %% ../nbs/09_colocate.ipynb #0afaad9d
 import json, random, tempfile
 from collections import defaultdict
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ import torch
 from fastcore.basics import patch
 
 from . import compat
-from .checkpoint import CheckpointError, check_checkpoint, last_whole_checkpoint, whole_or_gone
+from .checkpoint import check_checkpoint, resume_from, whole_or_gone
 from .engine import Engine
 from .generation import EngineGeneration
 from .interrupt import Guard, interruptible, uninterrupted
@@ -26,11 +26,11 @@ from .rewards import RewardError, checked
 from .trace import Trace
 from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts_a_batch
 
-# %% ../nbs/09_colocate.ipynb #68ba901f
+# %% ../nbs/09_colocate.ipynb #cfddaa07
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-# %% ../nbs/09_colocate.ipynb #21022c1b
+# %% ../nbs/09_colocate.ipynb #31aa3868
 class ColocateGRPOTrainer(GRPOTrainer):
     "TRL's `GRPOTrainer` with an `Engine` in this process. Raises what `Engine` raises, and `ValueError` for bad arguments."
     def __init__(self,
@@ -56,7 +56,7 @@ class ColocateGRPOTrainer(GRPOTrainer):
         self._phases = _Phases(self)
         self.callback_handler.callbacks.insert(0, self._phases)
 
-# %% ../nbs/09_colocate.ipynb #f9554acf
+# %% ../nbs/09_colocate.ipynb #28550fd9
 def _trace_path(args):
     path = getattr(args, "trace_path", "auto")
     return Path(args.output_dir)/"trace.jsonl" if path == "auto" else path
@@ -79,7 +79,7 @@ def close(self:ColocateGRPOTrainer,
     self._paused = None
     self.trace.close()
 
-# %% ../nbs/09_colocate.ipynb #ac68d42b
+# %% ../nbs/09_colocate.ipynb #a4dcd3b6
 def rng_state() -> dict: # generator -> its state
     "The state of every random generator that training draws from."
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -92,7 +92,7 @@ def set_rng_state(
     random.setstate(state["python"]); np.random.set_state(state["numpy"]); torch.set_rng_state(state["torch"])
     if state["cuda"]: torch.cuda.set_rng_state_all(state["cuda"])
 
-# %% ../nbs/09_colocate.ipynb #bc9d6e27
+# %% ../nbs/09_colocate.ipynb #be294361
 class _Phases(TrainerCallback):
     "Opens and closes the spans that the trainer's own methods cannot see."
     def __init__(self, trainer): self.trainer, self.open, self.before = trainer, {}, {}
@@ -118,7 +118,7 @@ class _Phases(TrainerCallback):
         for name in ("optimizer", "step"): self._leave(name)
     def on_train_end(self, args, state, control, **kwargs): self.trainer._guard.let_go()
 
-# %% ../nbs/09_colocate.ipynb #30382f31
+# %% ../nbs/09_colocate.ipynb #e299e5b1
 @patch
 def _prepare_inputs(self:ColocateGRPOTrainer, generation_batch):
     inputs = GRPOTrainer._prepare_inputs(self, generation_batch)
@@ -137,7 +137,7 @@ def _get_per_token_logps_and_entropies(self:ColocateGRPOTrainer, *args, **kwargs
     with nullcontext() if torch.is_grad_enabled() else self.trace.span("logprobs"):
         return GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
 
-# %% ../nbs/09_colocate.ipynb #6cf0a96e
+# %% ../nbs/09_colocate.ipynb #bf2ffb67
 @patch
 def evaluate(self:ColocateGRPOTrainer, *args, **kwargs):
     state = rng_state()  # so that a run is the same, evaluated or not
@@ -153,7 +153,7 @@ def log(self:ColocateGRPOTrainer, logs, start_time=None):
         values = {label: logs[name] for label, name in names.items() if isinstance(logs.get(name), (int, float))}
         if values: self.trace.count(counter, **values)
 
-# %% ../nbs/09_colocate.ipynb #0461337f
+# %% ../nbs/09_colocate.ipynb #ab90ef0c
 #: counter in the trace -> {label: name in TRL's log}
 COUNTERS = dict(
     reward=dict(mean="reward", std="reward_std"), held_out_reward=dict(mean="eval_reward"),
@@ -163,7 +163,7 @@ COUNTERS = dict(
     gap=dict(mean="sampling/sampling_logp_difference/mean", max="sampling/sampling_logp_difference/max"),
 )
 
-# %% ../nbs/09_colocate.ipynb #8c7f61b5
+# %% ../nbs/09_colocate.ipynb #def1062b
 @patch
 def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, completion_ids_list):
     funcs = self.reward_funcs
@@ -178,7 +178,7 @@ def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, c
                           f"{', '.join(self.reward_func_names)}: at least one must return a number for each")
     return rewards
 
-# %% ../nbs/09_colocate.ipynb #e726621c
+# %% ../nbs/09_colocate.ipynb #d43bc996
 class _ByEpoch(torch.utils.data.Sampler):
     "A sampler whose shuffle is a function of seed and epoch."
     def __init__(self, sampler, trainer): self.sampler, self.trainer = sampler, trainer
@@ -192,14 +192,14 @@ def _get_train_sampler(self:ColocateGRPOTrainer, dataset=None):
     sampler = GRPOTrainer._get_train_sampler(self, dataset)
     return _ByEpoch(sampler, self) if getattr(sampler, "generator", None) is not None else sampler
 
-# %% ../nbs/09_colocate.ipynb #632f732a
+# %% ../nbs/09_colocate.ipynb #8feb4a4c
 @patch
 def _save_checkpoint(self:ColocateGRPOTrainer, model, trial):
     path = Path(self._get_output_dir(trial))/f"checkpoint-{self.state.global_step}"
     with self.trace.span("checkpoint", step=self.state.global_step), uninterrupted(), whole_or_gone(path):
         GRPOTrainer._save_checkpoint(self, model, trial)
 
-# %% ../nbs/09_colocate.ipynb #36ec1fed
+# %% ../nbs/09_colocate.ipynb #147a9591
 @patch
 def _pause(self:ColocateGRPOTrainer, error):
     "Keep what `train()` needs to go on after `error`."
@@ -217,24 +217,20 @@ def _pause(self:ColocateGRPOTrainer, error):
         error.add_note(f"stopped after {self.state.global_step} optimizer steps; policy, optimizer and engine are whole: "
                        "train() goes on from here, train(resume_from_checkpoint=False) starts over with this policy")
 
-# %% ../nbs/09_colocate.ipynb #441b0b32
+# %% ../nbs/09_colocate.ipynb #c5425557
 @patch
 def _resumable(self:ColocateGRPOTrainer, checkpoint):
     "The directory to resume from: the newest whole one for True, the paused run for None."
-    if checkpoint is True:
-        found, broken = last_whole_checkpoint(self.args.output_dir)
-        for path in broken: print(f"{path.name} was never finished and is passed over")
-        if found is None: raise CheckpointError(f"no whole checkpoint in {self.args.output_dir}: train() starts anew")
-        return str(found)
+    if checkpoint:
+        path, broken = resume_from(checkpoint, self.args.output_dir)
+        for unfinished in broken: print(f"{unfinished.name} was never finished and is passed over")
+        return path
     if checkpoint is None and self._paused:
         folder = self._paused["folder"] = tempfile.TemporaryDirectory(prefix="grpo_colab-")  # removed when let go of
         (Path(folder.name)/"trainer_state.json").write_text(self._paused["state"])
         return folder.name
-    if checkpoint and not (Path(checkpoint)/"trainer_state.json").exists():
-        raise CheckpointError(f"no checkpoint to resume from at {checkpoint}: it has no trainer_state.json")
-    return checkpoint or None
 
-# %% ../nbs/09_colocate.ipynb #6c6f9de9
+# %% ../nbs/09_colocate.ipynb #d50519cb
 @patch
 def _goes_on(self:ColocateGRPOTrainer, path):
     "Is this the directory of the paused run?"
@@ -260,7 +256,7 @@ def train(self:ColocateGRPOTrainer,
         self._pause(e)
         raise
 
-# %% ../nbs/09_colocate.ipynb #9a994455
+# %% ../nbs/09_colocate.ipynb #cf623fb2
 @patch
 def _init_training_state(self:ColocateGRPOTrainer, max_steps, per_epoch, epochs, *args):
     "Where to go on: inside a generation that serves several steps, and not at all when the last step is done."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Engine']
 
-# %% ../nbs/04_engine.ipynb #4b36bf48
+# %% ../nbs/04_engine.ipynb #06288cca
 import atexit, contextlib, gc, itertools, json, os, shutil, tempfile
 from pathlib import Path
 
@@ -16,14 +16,14 @@ from tqdm.auto import tqdm
 from . import compat
 from .checkpoint import CheckpointError, check_checkpoint
 from .interrupt import uninterrupted
-from .policy_weights import has_own_head, policy_weights, tallied
+from .policy_weights import policy_weights, tallied
 from .rollouts import Rollouts
 from .sample import check_prompts, run_requests, sampling_params, seeded, to_rollouts
 from .trace import Trace
 from .vllm_args import (EngineClosed, EngineError, EngineRunning, check_engine_args, check_loaded, check_ranks,
                                   config_only, engine_dtype, engine_shape, eos_ids, first_line, launcher_env, real_stdout, remedy)
 
-# %% ../nbs/04_engine.ipynb #fad09aeb
+# %% ../nbs/04_engine.ipynb #3066040c
 class Engine:
     """One vLLM inside this process, on this rank's device. With a live model, weights are copied, not read from disk.
     Raises `CheckpointError`, `TypeError` (unknown argument), `EngineRunning`, and `EngineError` when vLLM won't start."""
@@ -49,7 +49,7 @@ class Engine:
         if self.llm is None: self._start(model, tokenizer)
         if self.live: self._first_weights(model, load)
 
-# %% ../nbs/04_engine.ipynb #8e74ca94
+# %% ../nbs/04_engine.ipynb #8f1c0ce0
 @patch
 def __repr__(self:Engine):
     state = f"version {self.version}, context {self.max_model_len}" if self.llm else f"closed: {self.why}"
@@ -65,7 +65,7 @@ def max_model_len(self:Engine) -> int: # tokens
     "The longest prompt and completion together."
     return self.llm.llm_engine.model_config.max_model_len
 
-# %% ../nbs/04_engine.ipynb #115afe46
+# %% ../nbs/04_engine.ipynb #e7aab278
 @patch
 def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_args):
     "Work out vLLM's arguments, and the key by which an engine of the same shape is recognised."
@@ -83,7 +83,7 @@ def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_
     shape = [engine_shape(model), str(tokenizer)] if self.live else [str(model)]
     self.key = json.dumps([self.args, shape], default=str, sort_keys=True)
 
-# %% ../nbs/04_engine.ipynb #4795da32
+# %% ../nbs/04_engine.ipynb #7f4b02d1
 @patch
 def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
@@ -102,13 +102,13 @@ def _settle(self:Engine, if_running):
         old.why, Engine.running = "a newer Engine of the same shape took its vLLM over", self
     else: old.close("another Engine took its place", say=False)
 
-# %% ../nbs/04_engine.ipynb #997d1e55
+# %% ../nbs/04_engine.ipynb #184598cb
 @patch
 def _start(self:Engine, model, tokenizer):
     "Build the `vllm.LLM`; on failure leave the process as it was."
     compat.keep_cpu_weights_loadable()
     self._made_groups = not torch.distributed.is_initialized()
-    self._dir = config_only(model, tokenizer, has_own_head(model)) if self.live else None
+    self._dir = config_only(model, tokenizer) if self.live else None
     devices = [] if self.cpu else [torch.cuda.current_device()]
     try:
         with (self.trace.span("start"), launcher_env(VLLM_CPU_KVCACHE_SPACE=1), torch.random.fork_rng(devices),
@@ -128,7 +128,7 @@ def _forget(self:Engine, why):
     self.llm, self._dir, self.why = None, None, why
     if Engine.running is self: Engine.running = None
 
-# %% ../nbs/04_engine.ipynb #a6390260
+# %% ../nbs/04_engine.ipynb #7d300d2e
 @patch
 def _alive(self:Engine):
     "Raise unless there is an engine."
@@ -140,7 +140,7 @@ def _ready(self:Engine):
     self._alive()
     if self.broken: raise EngineError(f"the engine must not sample: {self.broken}. load_weights() mends it")
 
-# %% ../nbs/04_engine.ipynb #f758d0cf
+# %% ../nbs/04_engine.ipynb #53563346
 @patch
 def generate(self:Engine,
     prompts:list,          # prompts: lists of token ids, or vLLM's prompt dicts (for images); all ranks of a TP group alike
@@ -160,7 +160,7 @@ def generate(self:Engine,
         span.add(tokens=len(rollouts.tokens))
     return rollouts
 
-# %% ../nbs/04_engine.ipynb #6b160397
+# %% ../nbs/04_engine.ipynb #bda9820f
 @patch
 def load_weights(self:Engine,
     weights,            # iterable of (Hugging Face name, tensor); whole, not sharded
@@ -175,7 +175,7 @@ def load_weights(self:Engine,
         span.add(**tally)
     return tally["bytes"]
 
-# %% ../nbs/04_engine.ipynb #2de50167
+# %% ../nbs/04_engine.ipynb #cb7e3b4d
 @patch
 @contextlib.contextmanager
 def syncing(self:Engine,
@@ -186,12 +186,12 @@ def syncing(self:Engine,
     self._alive()
     module = compat.engine_module(self.llm)
     with self.trace.span("sync", version=version) as span, uninterrupted(), compat.plain_layers(module):
-        self.broken, self.written_by = "a sync stopped halfway, so its weights are of two versions", None
+        self.broken = "a sync stopped halfway, so its weights are of two versions"
         yield module, span
         self.llm.reset_prefix_cache()
         self.broken, self.version, self.written_by = None, version, by
 
-# %% ../nbs/04_engine.ipynb #fc92b222
+# %% ../nbs/04_engine.ipynb #67547346
 @patch
 def _first_weights(self:Engine, model, load):
     "Copy the live policy into an engine that was just started or taken over; close it if that fails."
@@ -202,10 +202,10 @@ def _first_weights(self:Engine, model, load):
         self.close("the policy's weights could not be copied", say=False)
         raise
 
-# %% ../nbs/04_engine.ipynb #ff9cf36e
+# %% ../nbs/04_engine.ipynb #b221869e
 _lora_ids = itertools.count(1)  # never twice in a process: vLLM takes a number it knows for the same adapter
 
-# %% ../nbs/04_engine.ipynb #4b3fcfd7
+# %% ../nbs/04_engine.ipynb #0b4fb59f
 @patch
 def load_lora(self:Engine,
     adapter,         # directory as PEFT saves it, or a live `PeftModel`
@@ -231,7 +231,7 @@ def _adapter(self:Engine, name):
     if name is not None and name not in self.loras: raise KeyError(f"no adapter {name!r}: loaded are {sorted(self.loras)}")
     return self.loras.get(name)
 
-# %% ../nbs/04_engine.ipynb #42f30937
+# %% ../nbs/04_engine.ipynb #738ab78a
 @patch
 def sleep(self:Engine,
     level:int=1, # 1 keeps the weights in main memory, 2 drops them
@@ -241,7 +241,7 @@ def sleep(self:Engine,
     if self.cpu: return False
     if not self.args.get("enable_sleep_mode"): raise EngineError("this engine cannot sleep: it needs enable_sleep_mode=True")
     with self.trace.span("sleep", level=level), uninterrupted():
-        if level == 2: self.broken, self.written_by = "it slept at level 2, which drops the weights", None
+        if level == 2: self.broken = "it slept at level 2, which drops the weights"
         self.llm.sleep(level)
     return True
 
@@ -254,7 +254,7 @@ def wake(self:Engine,
     with self.trace.span("wake", tags=list(tags)), uninterrupted(): self.llm.wake_up(list(tags) or None)
     return True
 
-# %% ../nbs/04_engine.ipynb #c6ff5437
+# %% ../nbs/04_engine.ipynb #cc936838
 @patch
 def close(self:Engine,
     why:str="close() was called", # what to tell whoever uses this engine afterwards

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['load_reward', 'load_rows', 'to_prompts', 'load_data', 'load_processor', 'build', 'write_report', 'run', 'main']
 
-# %% ../nbs/23_train.ipynb #3a66d5eb
+# %% ../nbs/23_train.ipynb #0bad694f
 import dataclasses, importlib, string, sys, time
 from pathlib import Path
 
 from .config import Config, ConfigError, ScriptConfig, nearest, one_of, read_config
 
-# %% ../nbs/23_train.ipynb #237861f0
+# %% ../nbs/23_train.ipynb #d33b3125
 def _words(error): return " ".join(str(error).split())[:300].rstrip(".")
 
 def load_reward(
@@ -34,7 +34,7 @@ def load_reward(
     if not callable(found): raise ConfigError(f"reward_funcs, {name}: a {type(found).__name__}, expected a function")
     return found
 
-# %% ../nbs/23_train.ipynb #1f96f776
+# %% ../nbs/23_train.ipynb #4d5a1fff
 _READERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 def load_rows(
@@ -58,7 +58,7 @@ def load_rows(
     if not len(rows): raise ConfigError(f"{what}: it is empty")
     return rows
 
-# %% ../nbs/23_train.ipynb #26bcb7ff
+# %% ../nbs/23_train.ipynb #aed85229
 def _pick(saved, split):
     "A split of what `save_to_disk` wrote: a `Dataset`, which is one split, or a `DatasetDict`."
     parts = saved if isinstance(saved, dict) else {"train": saved}
@@ -77,7 +77,7 @@ def _why(error):
     if "split" in text: return f"{words}. Set dataset_train_split and dataset_test_split"
     return f"{words}. Every line or row must be one record, all with the same columns"
 
-# %% ../nbs/23_train.ipynb #bf3bb1ac
+# %% ../nbs/23_train.ipynb #d32f89cf
 def _check_columns(rows, script):
     "Raise `ConfigError` for a column that the config names and the dataset lacks."
     wanted = [("prompt_column", script.prompt_column)]
@@ -99,7 +99,7 @@ def _prompt(row, script, chat):
     if isinstance(prompt, str): return f"{script.system_prompt}\n\n{prompt}"
     return [dict(role="system", content=script.system_prompt), *prompt]
 
-# %% ../nbs/23_train.ipynb #e759eee0
+# %% ../nbs/23_train.ipynb #3694f839
 def to_prompts(
     rows,                # `datasets.Dataset`
     script:ScriptConfig, # names of the columns, template and system prompt
@@ -123,7 +123,7 @@ def load_data(
     chat = bool(getattr(processor, "chat_template", None)) if script.conversational is None else script.conversational
     return to_prompts(rows, script, chat)
 
-# %% ../nbs/23_train.ipynb #4d0b32e1
+# %% ../nbs/23_train.ipynb #2a3fa98a
 def load_processor(
     config:Config, # from `read_config`
 ): # the policy's tokenizer or processor
@@ -138,22 +138,14 @@ def load_processor(
         raise ConfigError(f"model_name_or_path {name!r}: {_words(e)}. It is no model directory with a tokenizer in "
                           f"{Path.cwd()}, and no hub id that can be reached") from e
 
-def _check_resume(args):
-    "Say that there is nothing to resume from before the engine starts; the trainer would say so after."
-    from grpo_colab.checkpoint import CheckpointError, last_whole_checkpoint
-    path = args.resume_from_checkpoint
-    if path is True and last_whole_checkpoint(args.output_dir)[0] is None:
-        raise CheckpointError(f"no whole checkpoint in {args.output_dir}: leave resume_from_checkpoint out")
-    if isinstance(path, str) and not (Path(path)/"trainer_state.json").exists():
-        raise CheckpointError(f"no checkpoint to resume from at {path}: it has no trainer_state.json")
-
-# %% ../nbs/23_train.ipynb #be6c4a10
+# %% ../nbs/23_train.ipynb #6beca77d
 def build(
     config:Config, # from `read_config`
 ): # `ColocateGRPOTrainer`, its engine running: close() it
     "Load what a config names and make its trainer; what is cheap to check comes first."
     rewards = [load_reward(name) for name in config.script.reward_funcs]
-    _check_resume(config.training)
+    from grpo_colab.checkpoint import resume_from
+    if (resume := config.training.resume_from_checkpoint): resume_from(resume, config.training.output_dir)
     from grpo_colab.colocate import ColocateGRPOTrainer
     from trl import get_peft_config, get_quantization_config
     script, model, args, processor = config.script, config.model, config.training, load_processor(config)
@@ -164,7 +156,7 @@ def build(
     return ColocateGRPOTrainer(model.model_name_or_path, rewards, args, train, test, processing_class=processor,
         peft_config=get_peft_config(model), quantization_config=get_quantization_config(model))
 
-# %% ../nbs/23_train.ipynb #a9ec9a23
+# %% ../nbs/23_train.ipynb #9b51c535
 def _samples(trainer, since):
     "Rows for the report from the files that `log_completions` writes: the first problem of each, four answers."
     import pandas
@@ -190,7 +182,7 @@ def write_report(
     events = [e for e in read_trace(trainer.trace.path or trainer.trace) if e["ph"] == "M" or e["ts"] >= since*1e6]
     return report(events, Path(trainer.args.output_dir)/"report.html", title, _samples(trainer, since))
 
-# %% ../nbs/23_train.ipynb #73184561
+# %% ../nbs/23_train.ipynb #4503f93d
 def _tell(trainer, title, since):
     "Say where everything is. Nothing that fails here may hide how the run itself ended."
     if not trainer.is_world_process_zero(): return
@@ -203,7 +195,7 @@ def _tell(trainer, title, since):
     print(f"train: {trainer.state.global_step} steps, in {out}\n  checkpoints  {saved or 'none'}\n"
           f"  trace        {trainer.trace.path or 'in memory only'}\n  report       {page}")
 
-# %% ../nbs/23_train.ipynb #2e4f6d5b
+# %% ../nbs/23_train.ipynb #e3ecc998
 def run(
     config:Config, # from `read_config`
 ): # `transformers.trainer_utils.TrainOutput`: global_step, training_loss, metrics
@@ -218,7 +210,7 @@ def run(
         _tell(trainer, f"{config.model.model_name_or_path} on {config.script.dataset_name}", 0 if resume else start)
     return output
 
-# %% ../nbs/23_train.ipynb #60ec7fc1
+# %% ../nbs/23_train.ipynb #f613ee28
 _HELP = """usage: grpo-colab train CONFIG.yaml [--field value ...]
 
 Train a policy with GRPO as CONFIG.yaml says. Every field of the file can be given as an option, which wins.
@@ -232,7 +224,7 @@ and all of TRL's GRPOConfig and ModelConfig (--model_name_or_path, --learning_ra
 
   --debug                   show the traceback of an error (TRL's field of that name is --debug=VALUE)"""
 
-# %% ../nbs/23_train.ipynb #6f38d1f0
+# %% ../nbs/23_train.ipynb #fa7ed9c6
 def main(
     argv:list[str]|None=None, # arguments after `grpo-colab train`; None takes those of the process
 ) -> int: # exit code: 0 trained, 2 no config given

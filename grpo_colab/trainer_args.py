@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ColocateGRPOConfig', 'check_args', 'check_dataset', 'prompts_a_batch']
 
-# %% ../nbs/08_trainer_args.ipynb #d5ece931
+# %% ../nbs/08_trainer_args.ipynb #c1c6ba14
 import json
 from dataclasses import dataclass, field
 
@@ -13,13 +13,13 @@ import torch
 
 from . import compat
 
-# %% ../nbs/08_trainer_args.ipynb #bcc95dc7
+# %% ../nbs/08_trainer_args.ipynb #4ec0faad
 _ = compat.import_vllm()  # before TRL imports it, so that its log is quiet
 
-# %% ../nbs/08_trainer_args.ipynb #12befead
+# %% ../nbs/08_trainer_args.ipynb #5266e7f5
 from trl import GRPOConfig
 
-# %% ../nbs/08_trainer_args.ipynb #fb251b5a
+# %% ../nbs/08_trainer_args.ipynb #16b92acc
 @dataclass
 class ColocateGRPOConfig(GRPOConfig):
     "TRL's `GRPOConfig` with co-located vLLM on, and what TRL has no field for."
@@ -37,7 +37,7 @@ class ColocateGRPOConfig(GRPOConfig):
             self.bf16 = False  # TRL's default of True is an error on a CPU and emulated on a T4
         super().__post_init__()
 
-# %% ../nbs/08_trainer_args.ipynb #670747ae
+# %% ../nbs/08_trainer_args.ipynb #8e33a475
 def check_args(
     args, # a `GRPOConfig`
 ):
@@ -46,16 +46,17 @@ def check_args(
         raise ValueError(f"use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode!r}: ColocateGRPOTrainer samples in this "
                          "process. Pass use_vllm=True, vllm_mode='colocate', or use TRL's GRPOTrainer for a server")
 
-# %% ../nbs/08_trainer_args.ipynb #fbaa766d
+# %% ../nbs/08_trainer_args.ipynb #08e78a23
 def check_dataset(
     name:str, # "train_dataset" or "eval_dataset", for the message
     data,     # a `Dataset`, an iterable one, a dict of them, or None
     need:int=1, # prompts that one batch needs
 ):
     "Raise `ValueError` when a dataset is empty, smaller than one batch, or has no column of prompts."
-    for key, part in data.items() if isinstance(data, dict) else (): check_dataset(f"{name}[{key!r}]", part, need)
-    columns = None if isinstance(data, dict) else getattr(data, "column_names", None)
-    size = len(data) if hasattr(data, "__len__") and not isinstance(data, dict) else None
+    if isinstance(data, dict):
+        for key, part in data.items(): check_dataset(f"{name}[{key!r}]", part, need)
+        return
+    columns, size = getattr(data, "column_names", None), len(data) if hasattr(data, "__len__") else None
     if size == 0: raise ValueError(f"{name} is empty: there is nothing to learn from")
     if columns and "prompt" not in columns:
         raise ValueError(f"{name} has no column 'prompt', only {', '.join(columns)}. Rename the column with the questions: "

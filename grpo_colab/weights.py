@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Move', 'CopyPlan', 'WeightSync']
 
-# %% ../nbs/05_weights.ipynb #fcf00be8
+# %% ../nbs/05_weights.ipynb #b0d42e01
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -14,10 +14,10 @@ from fastcore.basics import patch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .engine import Engine
-from .policy_weights import adapted_layers, layer_weights, plain_weights, policy_weights, tallied
+from .policy_weights import adapted_layers, base_weights, layer_weights, tallied
 from .vllm_args import check_loaded
 
-# %% ../nbs/05_weights.ipynb #0a40ca56
+# %% ../nbs/05_weights.ipynb #aed61fce
 @dataclass(frozen=True)
 class Move:
     "One copy: a view of the tensor `name` into `dest`, a view of the engine's memory."
@@ -34,36 +34,38 @@ class Move:
                              f"was made for {self.layout}: make a new one")
         return tensor.as_strided(self.dest.shape, self.stride, tensor.storage_offset() + self.offset)
 
-# %% ../nbs/05_weights.ipynb #f3e13627
+# %% ../nbs/05_weights.ipynb #2a3001c8
+_aten = torch.ops.aten
+
 def _start(t): return t.untyped_storage().data_ptr()
 
-# %% ../nbs/05_weights.ipynb #dc706f1d
+# %% ../nbs/05_weights.ipynb #559fac38
 class _Watch(TorchDispatchMode):
     "Writes down the copies from tensors that pass through `over` into the memory of `module`."
     def __init__(self, module):
         super().__init__()
         self.memory = {_start(p) for p in [*module.parameters(), *module.buffers()]}
-        self.sources, self.moves, self.computed, self.now = {}, [], set(), None
+        self.tensors, self.names, self.moves, self.computed, self.now = {}, {}, [], set(), None
     def over(self, weights):
         for self.now, tensor in weights:
-            self.sources[_start(tensor)] = self.now, tensor
+            self.tensors[self.now], self.names[_start(tensor)] = tensor, self.now
             yield self.now, tensor
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _start(args[0]) in self.memory:
-            self._written(func, *args)
+        written = func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _start(args[0]) in self.memory
+        if written: self._written(func, *args)
         return out
 
     def _written(self, func, dest, *args):
-        if func.overloadpacket in (torch.ops.aten.fill_, torch.ops.aten.zero_): return  # the padding of a vocabulary
-        source = args[0] if func.overloadpacket is torch.ops.aten.copy_ else None
-        name, tensor = self.sources.get(_start(source) if source is not None else None, (None, None))
-        if name is None or source.shape != dest.shape: self.computed.add(self.now); return
-        self.moves.append(Move(name, dest.detach(), source.stride(), source.storage_offset() - tensor.storage_offset(),
-                               (tuple(tensor.shape), tensor.stride())))
+        if func.overloadpacket in (_aten.fill_, _aten.zero_): return  # the padding of a vocabulary
+        source = args[0] if func.overloadpacket is _aten.copy_ else None
+        name = None if source is None else self.names.get(_start(source))
+        if name is None or source.shape != dest.shape: return self.computed.add(self.now)
+        tensor = self.tensors[name]
+        offset, layout = source.storage_offset() - tensor.storage_offset(), (tuple(tensor.shape), tensor.stride())
+        self.moves.append(Move(name, dest.detach(), source.stride(), offset, layout))
 
-# %% ../nbs/05_weights.ipynb #d933f50b
+# %% ../nbs/05_weights.ipynb #01579c9d
 class CopyPlan:
     "Where a policy's tensors go in an engine's memory, found by watching `load_weights` once. Making it loads the weights."
     def __init__(self,
@@ -72,7 +74,7 @@ class CopyPlan:
     ):
         watch = _Watch(module)
         with watch: self.loaded = set(module.load_weights(watch.over(weights)) or ())
-        wrong = {m.name for m in watch.moves if not _arrived(m, watch.sources)}
+        wrong = {m.name for m in watch.moves if not _arrived(m, watch.tensors[m.name])}
         self.through = frozenset(watch.computed | wrong)  # names that vLLM must load itself
         self.moves = {}  # name -> its moves
         for m in watch.moves:
@@ -84,12 +86,11 @@ class CopyPlan:
         return (f"CopyPlan({len(self.moves)} tensors in {len(moves)} copies, {size/2**20:.2f} MiB; "
                 f"through load_weights: {', '.join(sorted(self.through)) or 'none'})")
 
-def _arrived(move, sources):
+def _arrived(move, tensor):
     "Is the source, in the engine's dtype, what the engine's memory now holds? Not, when something was written over it."
-    tensor = next((t for n, t in sources.values() if n == move.name), None)
-    return tensor is None or torch.equal(move.source(tensor).detach().to(move.dest.dtype), move.dest)
+    return torch.equal(move.source(tensor).detach().to(move.dest.dtype), move.dest)
 
-# %% ../nbs/05_weights.ipynb #dccfde39
+# %% ../nbs/05_weights.ipynb #769d2d12
 @patch
 def pairs(self:CopyPlan,
     weights:Iterable, # (checkpoint name, tensor), any of those the plan was made from
@@ -103,15 +104,14 @@ def pairs(self:CopyPlan,
             sources.append(move.source(tensor))
     return dests, sources, rest
 
-# %% ../nbs/05_weights.ipynb #68d94e76
+# %% ../nbs/05_weights.ipynb #1700c0d1
 def _factors(layer):
     "(weight, A, B, scale) of a layer whose adapter is one plain LoRA, or None."
     from peft.tuners.lora import Linear
     if type(layer) is not Linear or layer.merged or len(layer.active_adapters) != 1: return None
     name = layer.active_adapters[0]
     if name not in layer.lora_A or layer.fan_in_fan_out: return None
-    if layer.use_dora.get(name) or getattr(layer, "lora_bias", {}).get(name): return None
-    if set(layer.lora_variant) - {name} or layer.lora_variant.get(name) is not None: return None
+    if layer.lora_variant or getattr(layer, "lora_bias", {}).get(name): return None  # DoRA is a variant
     return layer.get_base_layer().weight, layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
 
 def _fold_into(dest, weight, a, b, scale, rows, columns):
@@ -127,7 +127,7 @@ def _rectangle(move):
     row, column = divmod(offset, stride[0])
     return slice(row, row + move.dest.shape[0]), slice(column, column + move.dest.shape[1])
 
-# %% ../nbs/05_weights.ipynb #244d3c78
+# %% ../nbs/05_weights.ipynb #eb5d5d76
 class WeightSync:
     "Brings an engine to the policy's weights. Not for policies in shards: those are gathered and loaded."
     def __init__(self,
@@ -142,60 +142,64 @@ class WeightSync:
     ) -> int: # bytes of the policy that were read
         "Copy. Interrupted or failed, it leaves the engine unable to sample until the next sync, which copies everything."
         new = self.plan is None or self._moved()
-        whole = new or self.engine.written_by is not self
+        whole = new or bool(self.engine.broken) or self.engine.written_by is not self
         with self.engine.syncing(version, by=self) as (module, span):
             size = self._first(module) if new else self._again(module, whole)
             span.add(bytes=size, whole=whole, planned=not new)
         return size
 
-# %% ../nbs/05_weights.ipynb #b87db467
+# %% ../nbs/05_weights.ipynb #504cb301
 @patch
 def _first(self:WeightSync, module):
-    "Load everything as vLLM does, and write down where it went."
+    "Load the base as vLLM does, write down where it went, and put the adapters on it."
     tally = dict(bytes=0, tensors=0)
-    self.plan = CopyPlan(module, tallied(policy_weights(self.model), tally))
+    self.plan = CopyPlan(module, tallied(base_weights(self.model), tally))
     check_loaded(module, self.plan.loaded)
-    weights = [(n, p) for n, p in plain_weights(self.model) if p.requires_grad]
+    weights = [(n, p) for n, p in base_weights(self.model) if p.requires_grad]
     self._key = self._graph = None
     self._addresses = [(p, p.data_ptr()) for _, p in weights]
     self._pairs = self.plan.pairs((n, p.data) for n, p in weights)
     self._size = sum(p.numel() * p.element_size() for _, p in weights)
     self._layers = list(adapted_layers(self.model))
-    return tally["bytes"]
+    return tally["bytes"] + self._write(module, [], [], [])
 
 @patch
 def _moved(self:WeightSync):
     "Did a trained parameter get other memory since the plan was made?"
     return any(p.data_ptr() != address for p, address in self._addresses)
 
-# %% ../nbs/05_weights.ipynb #1745360a
+# %% ../nbs/05_weights.ipynb #4eecb058
 @patch
 def _again(self:WeightSync, module, whole):
     "By the plan: what is trained and adapted, and the frozen weights too when the engine may not have them."
-    dests, sources, rest = map(list, self._pairs)
+    what, size = [*map(list, self._pairs)], self._size
     if whole:
-        frozen = [(n, p.data) for n, p in plain_weights(self.model) if not p.requires_grad]
-        for mine, more in zip((dests, sources, rest), self.plan.pairs(frozen)): mine += more
-    folds = [] if whole else [f for name, layer in self._layers if (f := self._fold(name, layer))]
-    size = sum(s.numel() * s.element_size() for s in sources) if whole else self._size
-    if len(folds) < len(self._layers): size += sum(self._merge(*l, rest) for l in self._layers)
-    else: size += sum(t.numel() * t.element_size() for f in folds for t in f[1][:3])
-    self._run(dests, sources, folds if len(folds) == len(self._layers) else [])
+        frozen = [(n, p.data) for n, p in base_weights(self.model) if not p.requires_grad]
+        for mine, more in zip(what, self.plan.pairs(frozen)): mine += more
+        size += sum(t.numel() * t.element_size() for _, t in frozen)
+    return size + self._write(module, *what)
+
+@patch
+def _write(self:WeightSync, module, dests, sources, rest):
+    "Copy, then fold each adapted layer, or merge it where it is no plain LoRA; bytes of the layers that were read."
+    folds = [(self._fold(*layer), layer) for layer in self._layers]
+    self._run(dests, sources, [f for f, _ in folds if f])
+    size = sum(t.numel() * t.element_size() for f, _ in folds if f for t in f[1][:3])
+    size += sum(self._merge(*layer, rest) for f, layer in folds if not f)
     if rest: module.load_weights(rest)
     return size
 
-# %% ../nbs/05_weights.ipynb #19d2897f
+# %% ../nbs/05_weights.ipynb #ea8471a3
 @patch
 def _fold(self:WeightSync, name, layer):
     "(moves with their rectangles, factors) of a layer that can be folded, or None."
     factors, moves = _factors(layer), self.plan.moves.get(f"{name}.weight")
-    bias = layer.get_base_layer().bias if factors else None
-    if not factors or not moves or (bias is not None and bias.requires_grad): return None
+    if not factors or not moves: return None
     parts = [(m.dest, _rectangle(m)) for m in moves]
     return (parts, factors) if all(r for _, r in parts) else None
 
-# %% ../nbs/05_weights.ipynb #3e185de4
-def _write(dests, sources, folds):
+# %% ../nbs/05_weights.ipynb #a06ffbbe
+def _enqueue(dests, sources, folds):
     if dests: torch._foreach_copy_(dests, sources, non_blocking=True)
     for parts, factors in folds:
         for dest, rectangle in parts: _fold_into(dest, *factors, *rectangle)
@@ -205,14 +209,14 @@ def _run(self:WeightSync, *what):
     "On a GPU, the second run of the same work is captured, and later ones are one launch."
     dests, sources, folds = what
     key = [t.data_ptr() for t in sources] + [x.data_ptr() if isinstance(x, torch.Tensor) else x for _, f in folds for x in f]
-    if key != self._key: self._key, self._graph = key, None; return _write(*what)
-    if not dests + folds or not torch.cuda.is_available(): return _write(*what)
+    if key != self._key: self._key, self._graph = key, None; return _enqueue(*what)
+    if not dests + folds or not torch.cuda.is_available(): return _enqueue(*what)
     if self._graph is None:
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph): _write(*what)  # writes nothing yet
+        with torch.cuda.graph(self._graph): _enqueue(*what)  # writes nothing yet
     self._graph.replay()
 
-# %% ../nbs/05_weights.ipynb #3b74e354
+# %% ../nbs/05_weights.ipynb #52359df2
 @patch
 def _merge(self:WeightSync, name, layer, rest):
     "What is no plain LoRA, merged by PEFT in a copy of the layer; bytes read."
