@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COUNTERS', 'ColocateGRPOTrainer', 'rng_state', 'set_rng_state']
 
-# %% ../nbs/09_colocate.ipynb #0afaad9d
+# %% ../nbs/09_colocate.ipynb #3b273732
 import json, random, tempfile
 from collections import defaultdict
 from contextlib import nullcontext
@@ -26,11 +26,11 @@ from .rewards import RewardError, checked
 from .trace import Trace
 from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts_a_batch
 
-# %% ../nbs/09_colocate.ipynb #cfddaa07
+# %% ../nbs/09_colocate.ipynb #6c7b93ea
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-# %% ../nbs/09_colocate.ipynb #31aa3868
+# %% ../nbs/09_colocate.ipynb #80778b45
 class ColocateGRPOTrainer(GRPOTrainer):
     "TRL's `GRPOTrainer` with an `Engine` in this process. Raises what `Engine` raises, and `ValueError` for bad arguments."
     def __init__(self,
@@ -56,7 +56,7 @@ class ColocateGRPOTrainer(GRPOTrainer):
         self._phases = _Phases(self)
         self.callback_handler.callbacks.insert(0, self._phases)
 
-# %% ../nbs/09_colocate.ipynb #28550fd9
+# %% ../nbs/09_colocate.ipynb #e2daaf79
 def _trace_path(args):
     path = getattr(args, "trace_path", "auto")
     return Path(args.output_dir)/"trace.jsonl" if path == "auto" else path
@@ -66,10 +66,16 @@ def engine(self:ColocateGRPOTrainer) -> Engine: # the running engine
     "The engine that samples for this trainer."
     return self.vllm_generation.engine
 
+@patch(as_prop=True)
+def memory(self:ColocateGRPOTrainer): # `MemoryManager`
+    "Who holds the GPU: `trainer.memory.ledger()` now, `memory_figure(trainer.trace)` over time."
+    return self.vllm_generation.memory
+
 @patch
 def sample(self:ColocateGRPOTrainer, *args, **kwargs): # as `EngineGeneration.sample`
     return self.vllm_generation.sample(*args, **kwargs)
 
+# %% ../nbs/09_colocate.ipynb #28039f24
 @patch
 def close(self:ColocateGRPOTrainer,
     say:bool=True, # print what was freed?
@@ -79,7 +85,7 @@ def close(self:ColocateGRPOTrainer,
     self._paused = None
     self.trace.close()
 
-# %% ../nbs/09_colocate.ipynb #a4dcd3b6
+# %% ../nbs/09_colocate.ipynb #d3228d6a
 def rng_state() -> dict: # generator -> its state
     "The state of every random generator that training draws from."
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -92,7 +98,7 @@ def set_rng_state(
     random.setstate(state["python"]); np.random.set_state(state["numpy"]); torch.set_rng_state(state["torch"])
     if state["cuda"]: torch.cuda.set_rng_state_all(state["cuda"])
 
-# %% ../nbs/09_colocate.ipynb #be294361
+# %% ../nbs/09_colocate.ipynb #d24a4082
 class _Phases(TrainerCallback):
     "Opens and closes the spans that the trainer's own methods cannot see."
     def __init__(self, trainer): self.trainer, self.open, self.before = trainer, {}, {}
@@ -112,13 +118,13 @@ class _Phases(TrainerCallback):
         self.trainer._guard.let_go()
         self._enter("step", step=state.global_step + 1)
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.trainer._guard.hold()
-        self._enter("optimizer")
+        self.trainer._guard.hold(); self._enter("optimizer")
     def on_step_end(self, args, state, control, **kwargs):  # not before the step is counted: the trace may fail
         for name in ("optimizer", "step"): self._leave(name)
+        self.trainer.memory.record()
     def on_train_end(self, args, state, control, **kwargs): self.trainer._guard.let_go()
 
-# %% ../nbs/09_colocate.ipynb #e299e5b1
+# %% ../nbs/09_colocate.ipynb #835001e9
 @patch
 def _prepare_inputs(self:ColocateGRPOTrainer, generation_batch):
     inputs = GRPOTrainer._prepare_inputs(self, generation_batch)
@@ -137,7 +143,7 @@ def _get_per_token_logps_and_entropies(self:ColocateGRPOTrainer, *args, **kwargs
     with nullcontext() if torch.is_grad_enabled() else self.trace.span("logprobs"):
         return GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
 
-# %% ../nbs/09_colocate.ipynb #bf2ffb67
+# %% ../nbs/09_colocate.ipynb #b79b1678
 @patch
 def evaluate(self:ColocateGRPOTrainer, *args, **kwargs):
     state = rng_state()  # so that a run is the same, evaluated or not
@@ -153,7 +159,7 @@ def log(self:ColocateGRPOTrainer, logs, start_time=None):
         values = {label: logs[name] for label, name in names.items() if isinstance(logs.get(name), (int, float))}
         if values: self.trace.count(counter, **values)
 
-# %% ../nbs/09_colocate.ipynb #ab90ef0c
+# %% ../nbs/09_colocate.ipynb #b38fd404
 #: counter in the trace -> {label: name in TRL's log}
 COUNTERS = dict(
     reward=dict(mean="reward", std="reward_std"), held_out_reward=dict(mean="eval_reward"),
@@ -163,7 +169,7 @@ COUNTERS = dict(
     gap=dict(mean="sampling/sampling_logp_difference/mean", max="sampling/sampling_logp_difference/max"),
 )
 
-# %% ../nbs/09_colocate.ipynb #def1062b
+# %% ../nbs/09_colocate.ipynb #8591ca3a
 @patch
 def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, completion_ids_list):
     funcs = self.reward_funcs
@@ -178,7 +184,7 @@ def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, c
                           f"{', '.join(self.reward_func_names)}: at least one must return a number for each")
     return rewards
 
-# %% ../nbs/09_colocate.ipynb #d43bc996
+# %% ../nbs/09_colocate.ipynb #b5038751
 class _ByEpoch(torch.utils.data.Sampler):
     "A sampler whose shuffle is a function of seed and epoch."
     def __init__(self, sampler, trainer): self.sampler, self.trainer = sampler, trainer
@@ -192,14 +198,14 @@ def _get_train_sampler(self:ColocateGRPOTrainer, dataset=None):
     sampler = GRPOTrainer._get_train_sampler(self, dataset)
     return _ByEpoch(sampler, self) if getattr(sampler, "generator", None) is not None else sampler
 
-# %% ../nbs/09_colocate.ipynb #8feb4a4c
+# %% ../nbs/09_colocate.ipynb #48001aa2
 @patch
 def _save_checkpoint(self:ColocateGRPOTrainer, model, trial):
     path = Path(self._get_output_dir(trial))/f"checkpoint-{self.state.global_step}"
     with self.trace.span("checkpoint", step=self.state.global_step), uninterrupted(), whole_or_gone(path):
         GRPOTrainer._save_checkpoint(self, model, trial)
 
-# %% ../nbs/09_colocate.ipynb #147a9591
+# %% ../nbs/09_colocate.ipynb #13ae05f2
 @patch
 def _pause(self:ColocateGRPOTrainer, error):
     "Keep what `train()` needs to go on after `error`."
@@ -217,7 +223,7 @@ def _pause(self:ColocateGRPOTrainer, error):
         error.add_note(f"stopped after {self.state.global_step} optimizer steps; policy, optimizer and engine are whole: "
                        "train() goes on from here, train(resume_from_checkpoint=False) starts over with this policy")
 
-# %% ../nbs/09_colocate.ipynb #c5425557
+# %% ../nbs/09_colocate.ipynb #79c33886
 @patch
 def _resumable(self:ColocateGRPOTrainer, checkpoint):
     "The directory to resume from: the newest whole one for True, the paused run for None."
@@ -230,7 +236,7 @@ def _resumable(self:ColocateGRPOTrainer, checkpoint):
         (Path(folder.name)/"trainer_state.json").write_text(self._paused["state"])
         return folder.name
 
-# %% ../nbs/09_colocate.ipynb #d50519cb
+# %% ../nbs/09_colocate.ipynb #ffa2c119
 @patch
 def _goes_on(self:ColocateGRPOTrainer, path):
     "Is this the directory of the paused run?"
@@ -256,7 +262,7 @@ def train(self:ColocateGRPOTrainer,
         self._pause(e)
         raise
 
-# %% ../nbs/09_colocate.ipynb #cf623fb2
+# %% ../nbs/09_colocate.ipynb #facbef56
 @patch
 def _init_training_state(self:ColocateGRPOTrainer, max_steps, per_epoch, epochs, *args):
     "Where to go on: inside a generation that serves several steps, and not at all when the last step is done."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Engine']
 
-# %% ../nbs/04_engine.ipynb #fd9d3ea9
+# %% ../nbs/04_engine.ipynb #c53934c6
 import atexit, contextlib, gc, itertools, json, os, shutil, tempfile
 from pathlib import Path
 
@@ -24,11 +24,11 @@ from .trace import Trace
 from .vllm_args import (EngineClosed, EngineError, EngineRunning, check_engine_args, check_loaded, check_ranks,
                                   config_only, engine_dtype, engine_shape, eos_ids, first_line, launcher_env, real_stdout, remedy)
 
-# %% ../nbs/04_engine.ipynb #f172513c
+# %% ../nbs/04_engine.ipynb #c2ee1d0d
 class Engine(Sleeping):
     """One vLLM inside this process, on this rank's device. With a live model, weights are copied, not read from disk.
     Raises `CheckpointError`, `TypeError` (unknown argument), `EngineRunning`, and `EngineError` when vLLM won't start."""
-    running = None  # the engine of this process
+    running = lent = None  # the engine of this process; the `OneBase` of a policy that uses this engine's weights
     def __init__(self,
         model,                       # path, hub id, or live `PreTrainedModel`
         tokenizer=None,              # tokenizer or processor of a live model
@@ -50,7 +50,7 @@ class Engine(Sleeping):
         if self.llm is None: self._start(model, tokenizer)
         if self.live: self._first_weights(model, load)
 
-# %% ../nbs/04_engine.ipynb #74a0556a
+# %% ../nbs/04_engine.ipynb #38c51b48
 @patch
 def __repr__(self:Engine):
     state = f"version {self.version}, context {self.max_model_len}" if self.llm else f"closed: {self.why}"
@@ -66,7 +66,7 @@ def max_model_len(self:Engine) -> int: # tokens
     "The longest prompt and completion together."
     return self.llm.llm_engine.model_config.max_model_len
 
-# %% ../nbs/04_engine.ipynb #3ddd622b
+# %% ../nbs/04_engine.ipynb #e49faee3
 @patch
 def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_args):
     "Work out vLLM's arguments, and the key by which an engine of the same shape is recognised."
@@ -85,7 +85,7 @@ def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_
     shape = [engine_shape(model), str(tokenizer)] if self.live else [str(model)]
     self.key = json.dumps([self.args, shape], default=str, sort_keys=True)
 
-# %% ../nbs/04_engine.ipynb #78983c74
+# %% ../nbs/04_engine.ipynb #a3ad01d3
 @patch
 def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
@@ -99,6 +99,7 @@ def _settle(self:Engine, if_running):
     if if_running == "error":
         raise EngineRunning(f"{old} is alive in this process: close() it, or pass if_running='replace'")
     if if_running == "reuse" and self.live and old.key == self.key:
+        old._take_back()
         old.wake()
         if self.args.get("enable_lora"): compat.forget_adapters(old.llm)
         self._pins, self._pinning = old.__dict__.get("_pins", {}), old._pinning
@@ -106,7 +107,7 @@ def _settle(self:Engine, if_running):
         old.why, Engine.running = "a newer Engine of the same shape took its vLLM over", self
     else: old.close("another Engine took its place", say=False)
 
-# %% ../nbs/04_engine.ipynb #bbe39552
+# %% ../nbs/04_engine.ipynb #e62d2f96
 @patch
 def _start(self:Engine, model, tokenizer):
     "Build the `vllm.LLM`; on failure leave the process as it was."
@@ -132,11 +133,16 @@ def _forget(self:Engine, why):
     self.llm, self._dir, self.slot, self._pins, self.why = None, None, None, {}, why
     if Engine.running is self: Engine.running = None
 
-# %% ../nbs/04_engine.ipynb #393b6860
+# %% ../nbs/04_engine.ipynb #efcb7ff1
 @patch
 def _alive(self:Engine):
     "Raise unless there is an engine."
     if self.llm is None: raise EngineClosed(f"this engine is closed: {self.why}. Start an Engine again to go on")
+
+@patch
+def _take_back(self:Engine):
+    "Before the weights go: a policy that uses them gets its own."
+    if self.lent: self.lent.give_back()
 
 @patch
 def _ready(self:Engine):
@@ -145,7 +151,7 @@ def _ready(self:Engine):
     if self.asleep: raise EngineError(f"the engine sleeps ({', '.join(sorted(self.asleep))}): wake() it first")
     if self.broken: raise EngineError(f"the engine must not sample: {self.broken}. load_weights() mends it")
 
-# %% ../nbs/04_engine.ipynb #9ec1d485
+# %% ../nbs/04_engine.ipynb #bcd758c1
 @patch
 def generate(self:Engine,
     prompts:list,          # prompts: lists of token ids, or vLLM's prompt dicts (for images); all ranks of a TP group alike
@@ -165,7 +171,7 @@ def generate(self:Engine,
         span.add(tokens=len(rollouts.tokens))
     return rollouts
 
-# %% ../nbs/04_engine.ipynb #b74386ca
+# %% ../nbs/04_engine.ipynb #3da9397f
 @patch
 def load_weights(self:Engine,
     weights,            # iterable of (Hugging Face name, tensor); whole, not sharded
@@ -180,7 +186,7 @@ def load_weights(self:Engine,
         span.add(**tally)
     return tally["bytes"]
 
-# %% ../nbs/04_engine.ipynb #d118dffe
+# %% ../nbs/04_engine.ipynb #c97b6448
 @patch
 @contextlib.contextmanager
 def syncing(self:Engine,
@@ -191,13 +197,23 @@ def syncing(self:Engine,
     self._alive()
     module = compat.engine_module(self.llm)
     with self.trace.span("sync", version=version) as span, uninterrupted():
+        if self.lent and self.lent.sync is not by:
+            raise EngineError("a policy trains on these weights, and only its own sync may write them: engine.lent.give_back() first")
         if "weights" in self.asleep: raise EngineError("the engine's weights sleep: wake('weights') first")
         self.broken, self.slot = "a sync stopped halfway, so its weights are of two versions", None
         yield module, span
         compat.forget_prefixes(self.llm)
         self.broken, self.version, self.written_by = None, version, by
 
-# %% ../nbs/04_engine.ipynb #c832530c
+# %% ../nbs/04_engine.ipynb #0b3f0316
+@patch
+@contextlib.contextmanager
+def unrecorded(self:Engine):
+    "What is tried out inside leaves nothing in the trace."
+    kept, self.trace = self.trace, Trace()
+    try: yield
+    finally: self.trace = kept
+
 @patch
 def _first_weights(self:Engine, model, load):
     "Copy the live policy into an engine that was just started or taken over; close it if that fails."
@@ -208,10 +224,10 @@ def _first_weights(self:Engine, model, load):
         self.close("the policy's weights could not be copied", say=False)
         raise
 
-# %% ../nbs/04_engine.ipynb #75053c7f
+# %% ../nbs/04_engine.ipynb #3f6357fe
 _lora_ids = itertools.count(2)  # never twice: vLLM takes a number it knows for the same adapter. 1 is the policy's (04b_slot)
 
-# %% ../nbs/04_engine.ipynb #155654a1
+# %% ../nbs/04_engine.ipynb #6041afbc
 @patch
 def load_lora(self:Engine,
     adapter,         # directory as PEFT saves it, or a live `PeftModel`
@@ -237,7 +253,7 @@ def _adapter(self:Engine, name):
     if name is not None and name not in self.loras: raise KeyError(f"no adapter {name!r}: loaded are {sorted(self.loras)}")
     return self.loras[name] if name else self.slot
 
-# %% ../nbs/04_engine.ipynb #9c4eccc4
+# %% ../nbs/04_engine.ipynb #8288ce2a
 @patch
 def close(self:Engine,
     why:str="close() was called", # what to tell whoever uses this engine afterwards
@@ -247,6 +263,7 @@ def close(self:Engine,
     if self.llm is None: return "already closed"
     free = 0 if self.cpu else torch.cuda.mem_get_info()[0]
     with uninterrupted():
+        self._take_back()
         with contextlib.suppress(Exception): self.wake()  # vLLM cannot free what is not mapped
         compat.shut_down(self.llm, keep_default=not self._made_groups)
         self._forget(why)

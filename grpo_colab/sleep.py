@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['LEVELS', 'Sleeping']
 
-# %% ../nbs/03h_sleep.ipynb #ce21899b
+# %% ../nbs/03h_sleep.ipynb #0504b78f
 import threading, time
 
 import torch
@@ -15,7 +15,7 @@ from . import compat
 from .interrupt import uninterrupted
 from .vllm_args import EngineError
 
-# %% ../nbs/03h_sleep.ipynb #ba97880b
+# %% ../nbs/03h_sleep.ipynb #eedc2758
 LEVELS = {0: (), "kv": ("kv_cache",), 1: ("kv_cache", "weights"), 2: ("kv_cache", "weights")} #: level -> what goes
 
 def _some(module, tensors=16, numbers=64, seed=0):
@@ -25,13 +25,14 @@ def _some(module, tensors=16, numbers=64, seed=0):
     chosen = [params[i] for i in torch.randperm(len(params), generator=rng)[:tensors].tolist()]
     return [p.detach().flatten()[torch.randint(p.numel(), (numbers,), generator=rng).to(p.device)].cpu() for p in chosen]
 
-# %% ../nbs/03h_sleep.ipynb #26a70b79
+# %% ../nbs/03h_sleep.ipynb #cb3397da
 class Sleeping:
     "The part of an `Engine` that sleeps. It reads the engine's `llm`, `cpu`, `args` and `trace`, and writes `broken`."
     asleep = frozenset()  # of "weights" and "kv_cache"
+    lent = None  # whoever else uses the weights (06b_one_base)
     _buffers, _noted, _pinning = None, None, None
 
-# %% ../nbs/03h_sleep.ipynb #3abf7af0
+# %% ../nbs/03h_sleep.ipynb #95922f19
 @patch
 def sleep(self:Sleeping,
     level=1, # 0: stays awake; "kv": drops the KV cache; 1: and keeps the weights in main memory; 2: and drops them
@@ -39,6 +40,8 @@ def sleep(self:Sleeping,
     "Give GPU memory back. Needs `enable_sleep_mode=True`. What is asleep already stays as it is."
     if level not in LEVELS: raise ValueError(f"level={level!r}: one of {', '.join(map(repr, LEVELS))}")
     self._alive()
+    if self.lent and "weights" in LEVELS[level]:
+        raise EngineError(f"a policy trains on the engine's weights, so they cannot sleep (level {level}): use level 'kv' or 0")
     if self.cpu or level == 0: return False
     if not self.args.get("enable_sleep_mode"):
         raise EngineError("this engine cannot sleep: it needs enable_sleep_mode=True")
@@ -50,7 +53,7 @@ def sleep(self:Sleeping,
         span.add(freed_gib=(after - free) / 2**30, held_gib=(total - after) / 2**30)
     return True
 
-# %% ../nbs/03h_sleep.ipynb #c7bca898
+# %% ../nbs/03h_sleep.ipynb #b98dc7ad
 @patch
 def wake(self:Sleeping,
     *tags, # "weights", "kv_cache"; none means all that sleeps
@@ -63,7 +66,7 @@ def wake(self:Sleeping,
         for tag in tags: self._map(tag)
     return True
 
-# %% ../nbs/03h_sleep.ipynb #f2b5206c
+# %% ../nbs/03h_sleep.ipynb #1a2d3f9e
 @patch
 def _drop(self:Sleeping, tag, level):
     "Put one kind of memory to sleep."
@@ -78,7 +81,7 @@ def _drop(self:Sleeping, tag, level):
     compat.put_to_sleep(self.llm, tag, self._pinned if tag == "weights" and level == 1 else None)
     self.asleep = self.asleep | {tag}
 
-# %% ../nbs/03h_sleep.ipynb #7fe085ca
+# %% ../nbs/03h_sleep.ipynb #402017c9
 @patch
 def _map(self:Sleeping, tag):
     "Wake one kind of memory, and look at it."
@@ -96,7 +99,7 @@ def _map(self:Sleeping, tag):
         self.broken = f"{', '.join(lost)} did not come back from sleep"
         raise EngineError(f"{self.broken}: load the weights again, or start another engine")
 
-# %% ../nbs/03h_sleep.ipynb #ba3b6fee
+# %% ../nbs/03h_sleep.ipynb #be4299be
 @patch
 def _pinned(self:Sleeping, address, size):
     "Main memory for what is at `address`: the same each time."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SLOT', 'slot_layers', 'Slot']
 
-# %% ../nbs/04b_slot.ipynb #499b7cbf
+# %% ../nbs/04b_slot.ipynb #ecae0999
 import itertools
 
 import torch
@@ -17,7 +17,7 @@ from .plan import Watch
 from .policy_weights import adapted_layers, lora_factors
 from .writes import Write, Writes
 
-# %% ../nbs/04b_slot.ipynb #b6969ba5
+# %% ../nbs/04b_slot.ipynb #56b5cb7c
 def slot_layers(
     engine:Engine, # where the slot is
     model,         # live `PeftModel`
@@ -34,7 +34,7 @@ def slot_layers(
     if not layers: raise ValueError("the policy has no adapter: there is nothing to put in a slot")
     return layers
 
-# %% ../nbs/04b_slot.ipynb #7bb35980
+# %% ../nbs/04b_slot.ipynb #a6edaaf7
 SLOT = 1  #: vLLM's number of the policy's adapter; those of `load_lora` begin after it
 _versions = itertools.count(1)  # the same version synced twice has two names
 
@@ -60,7 +60,7 @@ class Slot:
         self.engine.slot = LoRARequest(name, SLOT, "in memory")
         return name
 
-# %% ../nbs/04b_slot.ipynb #285f364e
+# %% ../nbs/04b_slot.ipynb #09c3e32a
 @patch
 def _fill(self:Slot):
     "vLLM puts the adapter into a slot, and is watched. What it computes instead of copying makes every write a `_fill`."
@@ -76,4 +76,5 @@ def _fill(self:Slot):
     if lost := sorted(set(sources) - {m.name for m in watch.moves}):
         raise ValueError(f"vLLM has no slot for {lost[0][:-2]}: take it out of target_modules, or use lora='fold'")
     whole = not watch.computed and not watch.wrong()
+    self.names = [m.name for m in watch.moves] #: of `copies`: the layer's name in vLLM, and ".a" or ".b"
     self.copies = Writes([Write(m.dest, m.source(sources[m.name][0]), scale=scales[m.name]) for m in watch.moves]) if whole else None

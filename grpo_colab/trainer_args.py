@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ColocateGRPOConfig', 'check_args', 'check_dataset', 'prompts_a_batch']
 
-# %% ../nbs/08_trainer_args.ipynb #c1c6ba14
+# %% ../nbs/08_trainer_args.ipynb #90b5a951
 import json
 from dataclasses import dataclass, field
 
@@ -13,15 +13,32 @@ import torch
 
 from . import compat
 
-# %% ../nbs/08_trainer_args.ipynb #4ec0faad
+# %% ../nbs/08_trainer_args.ipynb #7e091248
 _ = compat.import_vllm()  # before TRL imports it, so that its log is quiet
 
-# %% ../nbs/08_trainer_args.ipynb #5266e7f5
+# %% ../nbs/08_trainer_args.ipynb #1872c449
 from trl import GRPOConfig
 
-# %% ../nbs/08_trainer_args.ipynb #16b92acc
+# %% ../nbs/08_trainer_args.ipynb #4ee31d47
 @dataclass
-class ColocateGRPOConfig(GRPOConfig):
+class _Placement(GRPOConfig):
+    "How policy and engine share a GPU."
+    lora_sync:str = field(default="auto", metadata=dict(
+        help="How adapters reach the engine: 'fold' into its weights, or a 'slot'. 'auto': fold, unless engine_args has "
+             "enable_lora=True; then both are timed at the start and the faster is taken."))
+    one_base:bool = field(default=True, metadata=dict(
+        help="With adapters in a slot, the policy trains on the engine's own weights, and the base stands once."))
+    sleep_level:str|int = field(default="auto", metadata=dict(
+        help="What the engine gives up while the policy trains: 0 nothing, 'kv' its cache, 1 also its weights (kept in main "
+             "memory), 2 also its weights (synced again). 'auto': the cheapest that fits, by a budget made beforehand."))
+    offload_optimizer:bool = field(default=False, metadata=dict(
+        help="Keep the optimizer's state in main memory while the engine samples."))
+    verify:str = field(default="probe", metadata=dict(
+        help="Proof after each sync that it arrived: 'probe' looks at some numbers of each tensor, 'full' at all, 'off'."))
+
+# %% ../nbs/08_trainer_args.ipynb #b7026e32
+@dataclass
+class ColocateGRPOConfig(_Placement):
     "TRL's `GRPOConfig` with co-located vLLM on, and what TRL has no field for."
     use_vllm:bool = field(default=True, metadata=dict(help="Sample with vLLM. Must be True here."))
     vllm_mode:str = field(default="colocate", metadata=dict(help="Where vLLM runs. Must be 'colocate' here."))
@@ -32,12 +49,13 @@ class ColocateGRPOConfig(GRPOConfig):
 
     def __post_init__(self):
         if not torch.cuda.is_available(): self.use_cpu = True
+        if str(self.sleep_level).isdigit(): self.sleep_level = int(self.sleep_level)  # from a command line
         if isinstance(self.engine_args, str): self.engine_args = json.loads(self.engine_args)
         if self.bf16 is None and not (torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)):
             self.bf16 = False  # TRL's default of True is an error on a CPU and emulated on a T4
         super().__post_init__()
 
-# %% ../nbs/08_trainer_args.ipynb #8e33a475
+# %% ../nbs/08_trainer_args.ipynb #4a66a785
 def check_args(
     args, # a `GRPOConfig`
 ):
@@ -45,8 +63,12 @@ def check_args(
     if not args.use_vllm or args.vllm_mode != "colocate":
         raise ValueError(f"use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode!r}: ColocateGRPOTrainer samples in this "
                          "process. Pass use_vllm=True, vllm_mode='colocate', or use TRL's GRPOTrainer for a server")
+    for name, known in dict(lora_sync=("auto", "fold", "slot"), sleep_level=("auto", 0, "kv", 1, 2),
+                            verify=("probe", "full", "off")).items():
+        if (given := getattr(args, name, known[0])) not in known:
+            raise ValueError(f"{name}={given!r}: one of {', '.join(map(repr, known))}")
 
-# %% ../nbs/08_trainer_args.ipynb #08e78a23
+# %% ../nbs/08_trainer_args.ipynb #b3a1ca3a
 def check_dataset(
     name:str, # "train_dataset" or "eval_dataset", for the message
     data,     # a `Dataset`, an iterable one, a dict of them, or None

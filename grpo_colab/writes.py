@@ -5,19 +5,20 @@
 # %% auto #0
 __all__ = ['Write', 'Writes']
 
-# %% ../nbs/03g_writes.ipynb #b83c4a9b
+# %% ../nbs/03g_writes.ipynb #3fda904a
 from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
+from fastcore.basics import patch
 
-# %% ../nbs/03g_writes.ipynb #4f179e13
+# %% ../nbs/03g_writes.ipynb #62477f92
 try:
     import triton
     import triton.language as tl
 except ImportError: triton = None  # PyTorch for CPUs comes without
 
-# %% ../nbs/03g_writes.ipynb #53af2fbb
+# %% ../nbs/03g_writes.ipynb #b4b21e99
 @dataclass(frozen=True)
 class Write:
     "dest = source + scale·b·a; without factors dest = scale·source. Other dtypes are converted."
@@ -27,13 +28,16 @@ class Write:
     b:torch.Tensor|None=None   # [rows, rank]
     scale:float=1.             # of b·a, or of the copy
 
-    def run(self):
-        "One by one, by PyTorch. The factors are rounded to the dtype of `source`, as the policy computes under autocast."
-        if self.a is None: return self.dest.copy_(self.source if self.scale == 1 else self.source * self.scale)
-        a, b = self.a.to(self.source.dtype), self.b.to(self.source.dtype)
-        self.dest.copy_(torch.addmm(self.source, b, a, alpha=self.scale))
+    def value(self) -> torch.Tensor: # before it is converted to the dtype of `dest`
+        "What is to be written. The factors are rounded to the dtype of `source`, as the policy computes under autocast."
+        if self.a is None: return self.source if self.scale == 1 else self.source * self.scale
+        return torch.addmm(self.source, self.b.to(self.source.dtype), self.a.to(self.source.dtype), alpha=self.scale)
 
-# %% ../nbs/03g_writes.ipynb #cf73b8ce
+    def off(self) -> float: # relative
+        "How far `dest` may be from the value: nothing for a copy, a rounding for a sum."
+        return 0. if self.a is None and self.scale == 1 else {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(self.dest.dtype, 1e-5)
+
+# %% ../nbs/03g_writes.ipynb #afe76d83
 if triton:
     @triton.jit
     def _kernel(table, scales, tiles, RANK: tl.constexpr, SCALED: tl.constexpr, FOLD: tl.constexpr, DEST: tl.constexpr,
@@ -59,7 +63,7 @@ if triton:
             x = x + tl.load(scales + write) * ab
         tl.store(dest + m[:, None] * ds + n[None, :], x.to(DEST), mask=here)
 
-# %% ../nbs/03g_writes.ipynb #01845b7d
+# %% ../nbs/03g_writes.ipynb #83666ce7
 if triton:
     @triton.jit
     def _product(a, b, m, n, r, rows, columns, rank, stride, SOURCE: tl.constexpr):
@@ -71,10 +75,10 @@ if triton:
 
 _TILE = 32, 256  # the fastest of eight shapes tried on an H200
 
-# %% ../nbs/03g_writes.ipynb #04769d2b
+# %% ../nbs/03g_writes.ipynb #07597343
 def _matrix(t):
     "As [rows, columns] with columns next to each other in memory, or None."
-    if t.dim() != 2: t = t.reshape(-1, t.shape[-1]) if t.dim() and t.is_contiguous() else None
+    if t.dim() != 2: t = t.reshape(-1, t.shape[-1] if t.dim() else 1) if t.is_contiguous() else None
     return t if t is not None and t.numel() and (t.stride(1) == 1 or t.shape[1] == 1) else None
 
 def _row(w):
@@ -93,7 +97,7 @@ def _kind(w, row):
     rank = max(16, 1 << (row[8] - 1).bit_length()) if row[8] else 16
     return w.dest.dtype, w.source.dtype, w.a.dtype if w.a is not None else None, rank, w.a is None and w.scale != 1, aligned
 
-# %% ../nbs/03g_writes.ipynb #05969adc
+# %% ../nbs/03g_writes.ipynb #76fad05d
 def _tiles(rows):
     "[tiles, 3] int32: which write, which tile downwards, which across."
     parts = []
@@ -103,16 +107,26 @@ def _tiles(rows):
         parts.append(torch.stack([torch.full_like(at, i), at // across, at % across], dim=1))
     return torch.cat(parts).int()
 
+# %% ../nbs/03g_writes.ipynb #2c2f6665
 class _Launch:
-    "Writes of one kind."
-    def __init__(self, kind, rows, scales, device):
+    "Writes of one kind, and where they stand in the whole list."
+    def __init__(self, kind, rows, scales, places, device):
+        self.places = places
         dest, source, factor, rank, scaled, aligned = kind
-        self.tables = [torch.tensor(rows, device=device), torch.tensor(scales, device=device), _tiles(rows).to(device)]
-        self.kind = dict(RANK=rank, SCALED=scaled, FOLD=factor is not None, DEST=_TYPES[dest], SOURCE=_TYPES[source],
-                         FACTOR=_TYPES[factor or source], ALIGNED=aligned, ROWS=_TILE[0], COLUMNS=_TILE[1])
-    def run(self): _kernel[(len(self.tables[2]),)](*self.tables, **self.kind, num_warps=4)
+        self.at = torch.tensor(places, device=device)
+        self.table, self.scales = torch.tensor(rows, device=device), torch.tensor(scales, device=device)
+        self.tiles = _tiles(rows).to(device)
+        self.kind = dict(SCALED=scaled, FOLD=factor is not None, DEST=_TYPES[dest], SOURCE=_TYPES[source],
+                         FACTOR=_TYPES[factor or source])
+        self.shape = dict(RANK=rank, ALIGNED=aligned, ROWS=_TILE[0], COLUMNS=_TILE[1])
+    def run(self):
+        _kernel[(len(self.tiles),)](self.table, self.scales, self.tiles, **self.kind, **self.shape, num_warps=4)
+    def differ(self, seed, off):
+        bad = torch.empty(len(self.table), dtype=torch.int32, device=self.table.device)
+        _sample[(len(bad),)](self.table, self.scales, bad, seed, off, **self.kind, NUMBERS=64)
+        return bad
 
-# %% ../nbs/03g_writes.ipynb #fd16c6b0
+# %% ../nbs/03g_writes.ipynb #0dea0866
 class Writes:
     "Writes that are repeated: looked at once, then run in as few launches as there are kinds."
     def __init__(self,
@@ -123,18 +137,70 @@ class Writes:
         for w in self.writes:
             if w.dest.shape != w.source.shape: raise ValueError(f"{w.source.shape} cannot be written to {w.dest.shape}")
         kinds = defaultdict(list)
-        for w in self.writes:
+        for place, w in enumerate(self.writes):
             row = _row(w) if triton and w.dest.is_cuda and w.source.device == w.dest.device else None
-            if row: kinds[_kind(w, row)].append((row, w.scale))
+            if row: kinds[_kind(w, row)].append((row, w.scale, place))
             else: self.rest.append(w)
         device = self.writes[0].dest.device if self.writes else None
         self.launches = [_Launch(kind, *map(list, zip(*found)), device) for kind, found in kinds.items()]
         self.copies = [w for w in self.rest if w.a is None and w.scale == 1]
         self.rest = [w for w in self.rest if w.a is not None or w.scale != 1]
 
-    @torch.no_grad()
-    def run(self):
-        "Write all. On a GPU it returns before the GPU is done."
-        for launch in self.launches: launch.run()
-        if self.copies: torch._foreach_copy_([w.dest for w in self.copies], [w.source for w in self.copies])
-        for w in self.rest: w.run()
+# %% ../nbs/03g_writes.ipynb #35885832
+@patch
+@torch.no_grad()
+def run(self:Writes):
+    "Write all. On a GPU it returns before the GPU is done."
+    for launch in self.launches: launch.run()
+    if self.copies: torch._foreach_copy_([w.dest for w in self.copies], [w.source for w in self.copies])
+    for w in self.rest: w.dest.copy_(w.value())
+
+# %% ../nbs/03g_writes.ipynb #64a1d4c3
+if triton:
+    @triton.jit
+    def _sample(table, scales, bad, seed, off, SCALED: tl.constexpr, FOLD: tl.constexpr, DEST: tl.constexpr,
+                SOURCE: tl.constexpr, FACTOR: tl.constexpr, NUMBERS: tl.constexpr):
+        write, at = tl.program_id(0), tl.arange(0, NUMBERS)
+        t = table + 10 * write
+        rows, columns = tl.load(t + 4), tl.load(t + 5)
+        m = tl.minimum((tl.rand(seed, write * 2 * NUMBERS + at) * rows).to(tl.int64), rows - 1)
+        n = tl.minimum((tl.rand(seed, (write * 2 + 1) * NUMBERS + at) * columns).to(tl.int64), columns - 1)
+        found = tl.load(tl.load(t).to(tl.pointer_type(DEST)) + m * tl.load(t + 6) + n).to(tl.float32)
+        x = tl.load(tl.load(t + 1).to(tl.pointer_type(SOURCE)) + m * tl.load(t + 7) + n).to(tl.float32)
+        scale = tl.load(scales + write)
+        if SCALED: x = x * scale
+        if FOLD:
+            a, b = tl.load(t + 2).to(tl.pointer_type(FACTOR)), tl.load(t + 3).to(tl.pointer_type(FACTOR))
+            rank, stride = tl.load(t + 8), tl.load(t + 9)
+            for k in range(rank):
+                left, right = tl.load(b + m * rank + k).to(SOURCE), tl.load(a + k * stride + n).to(SOURCE)
+                x += scale * left.to(tl.float32) * right.to(tl.float32)
+        x = x.to(DEST).to(tl.float32)
+        good = tl.abs(found - x) <= off * (tl.abs(x) + 1e-3)  # false for NaN
+        tl.store(bad + write, tl.sum(1 - good.to(tl.int32), axis=0))
+
+# %% ../nbs/03g_writes.ipynb #a9795316
+def _wrong(w, numbers, rng):
+    "How many of `numbers` random numbers of a write, or of all for None, are not there; by PyTorch."
+    found, value = w.dest, w.value().to(w.dest.dtype)
+    if numbers and found.numel():
+        at = torch.randint(found.numel(), (numbers,), generator=rng).to(found.device)
+        found, value = found.reshape(-1)[at], value.reshape(-1)[at]
+    return (~((found - value).abs().float() <= w.off() * (value.abs().float() + 1e-3))).sum()
+
+@patch
+@torch.no_grad()
+def differ(self:Writes,
+    numbers:int|None=64, # looked at in each write, on a GPU always 64; None looks at all
+    seed:int=0,          # of the positions
+) -> list[int]: # places in `writes`, ascending
+    "The writes whose destination does not hold what would be written now."
+    if not self.writes: return []
+    bad = torch.zeros(len(self.writes), dtype=torch.int64, device=self.writes[0].dest.device)
+    by_kernel, rng = set(), torch.Generator().manual_seed(seed)
+    for launch in self.launches if numbers else ():
+        by_kernel |= set(launch.places)
+        bad[launch.at] = launch.differ(seed, self.writes[launch.places[0]].off()).long()
+    for place, w in enumerate(self.writes):
+        if place not in by_kernel: bad[place] = _wrong(w, numbers, rng)
+    return bad.nonzero().flatten().tolist()

@@ -1,14 +1,21 @@
-"""One rank of `test_ranks.py`: an engine that does not start, one engine over both ranks (TP), one on each (DP)."""
+"""One rank of `test_ranks.py`: an engine that does not start, one engine over both ranks (TP), one on each (DP), weights in halves."""
+import contextlib
 import json
 import os
 import sys
 
-from small import TOKENIZER, rows, temporary, trainer, weights
+from small import TOKENIZER, policy, rows, temporary, trainer, weights
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from grpo_colab import compat
 from grpo_colab.colocate import ColocateGRPOConfig
 from grpo_colab.engine import Engine, EngineError
+from grpo_colab.policy_weights import policy_weights
+from grpo_colab.sharded import ShardedSync, fsdp2_gather, zero3_gather
+from grpo_colab.weights import WeightSync
 
 out = sys.argv[1]
 
@@ -47,11 +54,105 @@ def two_steps(tp):
     return result | dict(left=left())
 
 
+def step(model, seed):
+    "Move what trains, alike on every rank and in every kind of shards."
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for p in (p for p in model.parameters() if p.requires_grad):
+            with whole_for_change(p): move(p, torch.randn(getattr(p, "ds_shape", p.shape)) * .05)
+
+
+def whole_for_change(p):
+    if not hasattr(p, "ds_id"): return contextlib.nullcontext()
+    import deepspeed
+    return deepspeed.zero.GatheredParameters([p], modifier_rank=0)
+
+
+def move(p, by): p.add_(distribute_tensor(by, p.device_mesh, p.placements) if isinstance(p, DTensor) else by)
+
+
+def memory(engine):
+    "This rank's part of every parameter."
+    return {n: p.detach().clone() for n, p in compat.engine_module(engine.llm).named_parameters()}
+
+
+def beside_load_weights(engine, sync, model, whole):
+    "Sync, step, sync by the plan; where the engine then differs from what vLLM's own loading brings, and how much."
+    sync.sync(1)
+    before = memory(engine)
+    for m in {id(m): m for m in (model, whole)}.values(): step(m, seed=1)
+    sync.sync(2)
+    how = engine.trace.events[-1]["args"]
+    ours = memory(engine)
+    engine.load_weights(policy_weights(whole))
+    theirs = memory(engine)
+    fused = next(p for n, p in theirs.items() if "qkv_proj" in n and n.endswith("weight"))
+    different = lambda a, b: [n for n in a if not torch.equal(a[n], b[n])]
+    return dict(whole=how["whole"], planned=how["planned"], differ=different(ours, theirs), moved=different(before, ours),
+                names=list(ours), worst=max((ours[n] - theirs[n]).abs().max().item() for n in ours),
+                shape=list(fused.shape))
+
+
+def halved_engine(model, **changes):
+    return Engine(model, TOKENIZER, tensor_parallel_size=2, load=False, max_model_len=32, max_num_seqs=8, enforce_eager=True,
+                  dtype="float32", if_running="reuse", **changes)
+
+
+def lora():
+    "The model with a fresh adapter, alike on every rank."
+    torch.manual_seed(0)
+    return get_peft_model(policy(), LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules="all-linear"))
+
+
+def halves():
+    "Each rank's half of an engine, from whole policies and from policies in shards."
+    found = {}
+    for arch in ("llama", "qwen2"):
+        model = policy(arch=arch)
+        engine = halved_engine(model)
+        found[arch] = beside_load_weights(engine, WeightSync(engine, model), model, model)
+    for name, shard, gather in sharded_kinds():
+        for kind, make in (("", policy), ("_lora", lora)):
+            model = shard(make())
+            found[name + kind] = beside_load_weights(engine, ShardedSync(engine, model, gather, 20_000), model, make())
+    model = lora()
+    engine = halved_engine(model, enable_lora=True, max_lora_rank=8)
+    found["fold"] = beside_load_weights(engine, WeightSync(engine, model), model, model)
+    prompts, logs = [TOKENIZER(p)["input_ids"] for p in ("abcd>", "hgfe>")], {}
+    for kind in ("fold", "slot", "slot"):
+        sync = WeightSync(engine, model, lora=kind)
+        sync.sync(3); sync.sync(4)
+        logs[kind] = torch.tensor(engine.generate(prompts, sampling=dict(temperature=0, max_tokens=8)).logprobs)
+    with model.disable_adapter(): engine.load_weights((n, p) for n, p in policy_weights(policy()))
+    base = torch.tensor(engine.generate(prompts, sampling=dict(temperature=0, max_tokens=8)).logprobs)
+    gap = lambda a, b: (a - b).abs().max().item()
+    found["slot"] = dict(gap=gap(logs["fold"], logs["slot"]), moved=gap(logs["fold"], base))
+    engine.close(say=False)
+    return found | dict(left=left())
+
+
+def sharded_kinds():
+    "What puts a policy in shards over both ranks, and what gathers it."
+    def fsdp2(model):
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        for block in base.get_decoder().layers: fully_shard(block)
+        fully_shard(base)
+        return model
+    yield "fsdp2", fsdp2, fsdp2_gather
+    if compat.installed("deepspeed") is None: return
+    import deepspeed
+    settings = dict(train_batch_size=2, zero_optimization=dict(stage=3, stage3_param_persistence_threshold=0))
+    def zero3(model):
+        with deepspeed.zero.Init(module=model, config_dict_or_path=settings): return model
+    yield "zero3", zero3, zero3_gather
+
+
 trainer_args = dict(config=ColocateGRPOConfig, per_device_train_batch_size=8, num_generations=8)
 environment = dict(os.environ)
 try: trainer(f"{out}/none", engine_args=dict(num_gpu_blocks_override=0), **trainer_args)
 except EngineError as e: failed = str(e)
 environment = dict(os.environ)  # with what accelerate has set
-result = dict(rank=dist.get_rank(), size=dist.get_world_size(), failed=failed, after_failure=left(), tp=two_steps(2), dp=two_steps(1))
+result = dict(rank=dist.get_rank(), size=dist.get_world_size(), failed=failed, after_failure=left(), tp=two_steps(2), dp=two_steps(1),
+              halves=halves())
 with open(f"{out}/rank{dist.get_rank()}.json", "w") as f: json.dump(result, f)
 dist.destroy_process_group()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-
+from grpo_colab.compat import installed
 
 HERE = Path(__file__).resolve().parent
 LEFT = dict(sum=3, vllm=False, running=False, temporary=[], environment=True)  # accelerate's group adds 1 and 2; nothing else
@@ -75,3 +75,30 @@ def test_an_engine_on_each_rank(ranks):
     a, b = (r["dp"] for r in ranks)
     assert a["seed"] + 1 == b["seed"]
     assert len({tuple(c) for c in a["again"] + b["again"]}) == 4
+
+
+ZERO3 = ["zero3"] if installed("deepspeed") else []
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "llama", "fsdp2", *ZERO3])
+def test_each_half_is_what_load_weights_brings(ranks, kind):
+    "By the plan, bit by bit, on each rank; from a whole policy, and from one in shards over both."
+    for r in ranks:
+        r = r["halves"][kind]
+        assert (r["differ"], r["whole"], r["planned"], r["moved"]) == ([], False, True, r["names"])
+        assert r["shape"] == [32 + 32 + 32, 64]  # one of two heads' queries; the keys and values of the only head are on both
+    assert all(r["halves"]["left"] == LEFT for r in ranks)
+
+
+@pytest.mark.parametrize("kind", ["fold", "fsdp2_lora", *(f"{kind}_lora" for kind in ZERO3)])
+def test_each_half_with_an_adapter(ranks, kind):
+    "Folded by the plan beside PEFT's merge, as vLLM loads it."
+    for r in ranks:
+        r = r["halves"][kind]
+        assert r["worst"] < 1e-6 and r["planned"] and not r["whole"]
+        assert all("_proj" in n for n in r["moved"]) and len(r["moved"]) == 4  # fused to four weights a layer, and the base stays
+
+
+def test_adapter_in_a_slot_of_two_ranks(ranks):
+    "Log-probs as when it is folded, and not those of the base."
+    for r in ranks: assert r["halves"]["slot"]["gap"] < 1e-3 < r["halves"]["slot"]["moved"]
