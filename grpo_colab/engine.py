@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Engine']
 
-# %% ../nbs/04_engine.ipynb #c53934c6
+# %% ../nbs/04_engine.ipynb #19ed4d9b
 import atexit, contextlib, gc, itertools, json, os, shutil, tempfile
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from .trace import Trace
 from .vllm_args import (EngineClosed, EngineError, EngineRunning, check_engine_args, check_loaded, check_ranks,
                                   config_only, engine_dtype, engine_shape, eos_ids, first_line, launcher_env, real_stdout, remedy)
 
-# %% ../nbs/04_engine.ipynb #c2ee1d0d
+# %% ../nbs/04_engine.ipynb #eda6392d
 class Engine(Sleeping):
     """One vLLM inside this process, on this rank's device. With a live model, weights are copied, not read from disk.
     Raises `CheckpointError`, `TypeError` (unknown argument), `EngineRunning`, and `EngineError` when vLLM won't start."""
@@ -50,7 +50,7 @@ class Engine(Sleeping):
         if self.llm is None: self._start(model, tokenizer)
         if self.live: self._first_weights(model, load)
 
-# %% ../nbs/04_engine.ipynb #38c51b48
+# %% ../nbs/04_engine.ipynb #14892f47
 @patch
 def __repr__(self:Engine):
     state = f"version {self.version}, context {self.max_model_len}" if self.llm else f"closed: {self.why}"
@@ -66,7 +66,7 @@ def max_model_len(self:Engine) -> int: # tokens
     "The longest prompt and completion together."
     return self.llm.llm_engine.model_config.max_model_len
 
-# %% ../nbs/04_engine.ipynb #e49faee3
+# %% ../nbs/04_engine.ipynb #5b1efd7b
 @patch
 def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_args):
     "Work out vLLM's arguments, and the key by which an engine of the same shape is recognised."
@@ -85,7 +85,7 @@ def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_
     shape = [engine_shape(model), str(tokenizer)] if self.live else [str(model)]
     self.key = json.dumps([self.args, shape], default=str, sort_keys=True)
 
-# %% ../nbs/04_engine.ipynb #a3ad01d3
+# %% ../nbs/04_engine.ipynb #b2728ab6
 @patch
 def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
@@ -107,7 +107,7 @@ def _settle(self:Engine, if_running):
         old.why, Engine.running = "a newer Engine of the same shape took its vLLM over", self
     else: old.close("another Engine took its place", say=False)
 
-# %% ../nbs/04_engine.ipynb #e62d2f96
+# %% ../nbs/04_engine.ipynb #87868166
 @patch
 def _start(self:Engine, model, tokenizer):
     "Build the `vllm.LLM`; on failure leave the process as it was."
@@ -133,7 +133,7 @@ def _forget(self:Engine, why):
     self.llm, self._dir, self.slot, self._pins, self.why = None, None, None, {}, why
     if Engine.running is self: Engine.running = None
 
-# %% ../nbs/04_engine.ipynb #efcb7ff1
+# %% ../nbs/04_engine.ipynb #4cf4fbc5
 @patch
 def _alive(self:Engine):
     "Raise unless there is an engine."
@@ -151,7 +151,7 @@ def _ready(self:Engine):
     if self.asleep: raise EngineError(f"the engine sleeps ({', '.join(sorted(self.asleep))}): wake() it first")
     if self.broken: raise EngineError(f"the engine must not sample: {self.broken}. load_weights() mends it")
 
-# %% ../nbs/04_engine.ipynb #bcd758c1
+# %% ../nbs/04_engine.ipynb #a2f28e08
 @patch
 def generate(self:Engine,
     prompts:list,          # prompts: lists of token ids, or vLLM's prompt dicts (for images); all ranks of a TP group alike
@@ -171,7 +171,7 @@ def generate(self:Engine,
         span.add(tokens=len(rollouts.tokens))
     return rollouts
 
-# %% ../nbs/04_engine.ipynb #3da9397f
+# %% ../nbs/04_engine.ipynb #a4c06aef
 @patch
 def load_weights(self:Engine,
     weights,            # iterable of (Hugging Face name, tensor); whole, not sharded
@@ -186,7 +186,7 @@ def load_weights(self:Engine,
         span.add(**tally)
     return tally["bytes"]
 
-# %% ../nbs/04_engine.ipynb #c97b6448
+# %% ../nbs/04_engine.ipynb #95fb94a7
 @patch
 @contextlib.contextmanager
 def syncing(self:Engine,
@@ -198,14 +198,15 @@ def syncing(self:Engine,
     module = compat.engine_module(self.llm)
     with self.trace.span("sync", version=version) as span, uninterrupted():
         if self.lent and self.lent.sync is not by:
-            raise EngineError("a policy trains on these weights, and only its own sync may write them: engine.lent.give_back() first")
+            raise EngineError("a policy trains on these weights, and only its own sync may write them: "
+                              "engine.lent.give_back() first")
         if "weights" in self.asleep: raise EngineError("the engine's weights sleep: wake('weights') first")
         self.broken, self.slot = "a sync stopped halfway, so its weights are of two versions", None
         yield module, span
         compat.forget_prefixes(self.llm)
         self.broken, self.version, self.written_by = None, version, by
 
-# %% ../nbs/04_engine.ipynb #0b3f0316
+# %% ../nbs/04_engine.ipynb #952fc4ac
 @patch
 @contextlib.contextmanager
 def unrecorded(self:Engine):
@@ -224,10 +225,10 @@ def _first_weights(self:Engine, model, load):
         self.close("the policy's weights could not be copied", say=False)
         raise
 
-# %% ../nbs/04_engine.ipynb #3f6357fe
+# %% ../nbs/04_engine.ipynb #6f1729e8
 _lora_ids = itertools.count(2)  # never twice: vLLM takes a number it knows for the same adapter. 1 is the policy's (04b_slot)
 
-# %% ../nbs/04_engine.ipynb #6041afbc
+# %% ../nbs/04_engine.ipynb #ee40ba0a
 @patch
 def load_lora(self:Engine,
     adapter,         # directory as PEFT saves it, or a live `PeftModel`
@@ -253,7 +254,7 @@ def _adapter(self:Engine, name):
     if name is not None and name not in self.loras: raise KeyError(f"no adapter {name!r}: loaded are {sorted(self.loras)}")
     return self.loras[name] if name else self.slot
 
-# %% ../nbs/04_engine.ipynb #8288ce2a
+# %% ../nbs/04_engine.ipynb #dbd50e9a
 @patch
 def close(self:Engine,
     why:str="close() was called", # what to tell whoever uses this engine afterwards

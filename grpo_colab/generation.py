@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPTIONS', 'option', 'level_for', 'EngineGeneration', 'call_seed', 'runs']
 
-# %% ../nbs/06c_generation.ipynb #450dc8bf
+# %% ../nbs/06c_generation.ipynb #6201a65b
 import contextlib, warnings
 from itertools import groupby
 
@@ -24,7 +24,7 @@ from .probe import Probe
 from .rollouts import Rollouts
 from .weights import WeightSync
 
-# %% ../nbs/06c_generation.ipynb #b1efb69d
+# %% ../nbs/06c_generation.ipynb #40e2bb07
 OPTIONS = dict(lora_sync="fold", one_base=True, sleep_level=None, verify="probe", offload_optimizer=False, engine_args=None,
                engine_dtype="auto") #: option -> what it is for a plain `GRPOConfig`
 
@@ -35,7 +35,7 @@ def option(
     "An option, or what TRL's own configuration amounts to."
     return getattr(args, name, OPTIONS[name])
 
-# %% ../nbs/06c_generation.ipynb #e9e669a7
+# %% ../nbs/06c_generation.ipynb #d672c259
 def level_for(
     args,               # `GRPOConfig` or `ColocateGRPOConfig`
     model,              # the policy
@@ -48,12 +48,13 @@ def level_for(
     if asked != "auto": return "kv" if shared and asked in (1, 2) else asked
     try:
         asks = option(args, "engine_args") or {}
-        level = sleep_level(estimate(model, args, engine=asks, total=total, offload_optimizer=option(args, "offload_optimizer")), total)
+        offload = option(args, "offload_optimizer")
+        level = sleep_level(estimate(model, args, engine=asks, total=total, offload_optimizer=offload), total)
     except TooLittleMemory as e: level = warnings.warn(str(e)) or 2
     except (ValueError, AttributeError) as e: level = warnings.warn(f"no memory budget for this model ({e}): sleep_level=2") or 2
     return "kv" if shared and level in (1, 2) else level
 
-# %% ../nbs/06c_generation.ipynb #87bc8c49
+# %% ../nbs/06c_generation.ipynb #8f97aeee
 class EngineGeneration(compat.vllm_generation()):
     "Stands where TRL's `VLLMGeneration` stands: `sync_weights()` and `generate()`, on an `Engine`."
     def __init__(self,
@@ -63,7 +64,7 @@ class EngineGeneration(compat.vllm_generation()):
         self.trainer, self._calls = trainer, {}
         super().__init__(**kwargs)
 
-# %% ../nbs/06c_generation.ipynb #0d3897d6
+# %% ../nbs/06c_generation.ipynb #863d31d6
 @patch
 def _init_vllm(self:EngineGeneration):
     args, asked = self.trainer.args, option(self.trainer.args, "engine_args") or {}
@@ -82,7 +83,7 @@ def _init_vllm(self:EngineGeneration):
     self.engine.sleep(self._level)
     self.accelerator.wait_for_everyone()
 
-# %% ../nbs/06c_generation.ipynb #8805322b
+# %% ../nbs/06c_generation.ipynb #b8afebfb
 @patch
 def _gpu_settings(self:EngineGeneration, args):
     "Engine arguments that only a GPU has, and the level at which the engine sleeps there."
@@ -99,7 +100,7 @@ def _set_lora(self:EngineGeneration, lora):
     self._sync = WeightSync(self.engine, self.model, lora)
     self._probe, self._proven = Probe(self._sync), None
 
-# %% ../nbs/06c_generation.ipynb #c7d0147b
+# %% ../nbs/06c_generation.ipynb #7974d55b
 @patch(as_prop=True)
 def llm(self:EngineGeneration): # the `vllm.LLM`; TRL's tool loop reads the context length from it
     "The vLLM that samples."
@@ -124,7 +125,7 @@ def sync_weights(self:EngineGeneration):
     with self.trainer.trace.span("verify", how=how) as span: span.add(looked_at=self._probe.check(how))
     if self._sync.lora == "slot" and option(self.trainer.args, "one_base") and not self.engine.lent: OneBase(self._sync).share()
 
-# %% ../nbs/06c_generation.ipynb #c3043ca1
+# %% ../nbs/06c_generation.ipynb #02376bff
 @patch
 def _prove(self:EngineGeneration):
     "With the engine awake: measure if that is still to be done, and compare log-probs."
@@ -140,7 +141,7 @@ def _prove(self:EngineGeneration):
     with self.trainer.trace.span("verify", how="log-probs") as span: span.add(gap_nats=self._probe.compare())
     self._proven = self._sync.plan
 
-# %% ../nbs/06c_generation.ipynb #7f3fe07d
+# %% ../nbs/06c_generation.ipynb #decbcd89
 @patch
 def _sampling(self:EngineGeneration):
     "TRL's generation options as fields of vLLM's `SamplingParams`."
@@ -153,7 +154,7 @@ def _sampling(self:EngineGeneration):
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields
 
-# %% ../nbs/06c_generation.ipynb #ce3d7224
+# %% ../nbs/06c_generation.ipynb #c3d2f926
 def call_seed(
     seed:int,       # `args.seed`
     step:int,       # optimizer steps so far
@@ -174,7 +175,7 @@ def _engine_call(self:EngineGeneration, prompts, n, sampling):
     self._calls[training] = call + 1
     return r
 
-# %% ../nbs/06c_generation.ipynb #70271048
+# %% ../nbs/06c_generation.ipynb #0fd7c721
 def runs(
     prompts:list, # prompts, equal ones next to each other
 ) -> tuple[list, int]: # prompts to ask, and completions of each; (prompts, 1) when the repetitions differ in number
@@ -183,7 +184,7 @@ def runs(
     n = groups[0][1] if groups else 1
     return ([p for p, _ in groups], n) if all(c == n for _, c in groups) else (list(prompts), 1)
 
-# %% ../nbs/06c_generation.ipynb #a597ad20
+# %% ../nbs/06c_generation.ipynb #0cd01bb8
 @patch
 def _shared(self:EngineGeneration, prompts):
     "The prompts of all ranks that share this engine, and where this rank's begin."
@@ -193,7 +194,7 @@ def _shared(self:EngineGeneration, prompts):
     torch.distributed.all_gather_object(parts, prompts, group=group)
     return [p for part in parts for p in part], sum(map(len, parts[:torch.distributed.get_rank(group)]))
 
-# %% ../nbs/06c_generation.ipynb #da0abd9a
+# %% ../nbs/06c_generation.ipynb #eab5b16a
 @patch
 @contextlib.contextmanager
 def _awake(self:EngineGeneration):
@@ -204,7 +205,7 @@ def _awake(self:EngineGeneration):
         self._prove()
         yield
 
-# %% ../nbs/06c_generation.ipynb #c26086c7
+# %% ../nbs/06c_generation.ipynb #8cc140c3
 @patch
 def generate(self:EngineGeneration,
     prompts:list[list[int]],  # this rank's prompts, each repeated as often as it is to be completed
@@ -226,7 +227,7 @@ def _with_images(prompt, images):
     data = images if images and len(images) > 1 else images and images[0]
     return dict(prompt_token_ids=prompt) | (dict(multi_modal_data=dict(image=data)) if images else {})
 
-# %% ../nbs/06c_generation.ipynb #c4ff60d5
+# %% ../nbs/06c_generation.ipynb #fbaafa65
 @patch
 def sample(self:EngineGeneration,
     prompts:list[list[int]], # prompts: token ids

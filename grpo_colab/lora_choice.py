@@ -5,17 +5,16 @@
 # %% auto #0
 __all__ = ['RANKS', 'slot_args', 'measure_lora', 'choose_lora']
 
-# %% ../nbs/05b_lora_choice.ipynb #8441355d
+# %% ../nbs/05b_lora_choice.ipynb #ea641587
 import statistics, time
 
 import torch
 
-from . import compat
 from .engine import Engine
 from .policy_weights import adapted_layers, lora_factors
 from .weights import WeightSync
 
-# %% ../nbs/05b_lora_choice.ipynb #e86ddb5e
+# %% ../nbs/05b_lora_choice.ipynb #c1b2862c
 RANKS = 8, 16, 32, 64, 128, 256, 320, 512 #: that vLLM serves
 
 def slot_args(
@@ -31,7 +30,7 @@ def slot_args(
     if max(ranks) > RANKS[-1]: raise ValueError(f"rank {max(ranks)}: vLLM's slots end at {RANKS[-1]}. Use lora='fold'")
     return dict(enable_lora=True, max_loras=1, max_lora_rank=min(r for r in RANKS if r >= max(ranks)))
 
-# %% ../nbs/05b_lora_choice.ipynb #94c7903c
+# %% ../nbs/05b_lora_choice.ipynb #8fc201ca
 def measure_lora(
     engine:Engine,    # with slots
     model,            # live `PeftModel`
@@ -55,7 +54,7 @@ def measure_lora(
         found[lora] = dict(sync_s=statistics.median(syncs[1:]), tokens_s=statistics.median(rates[1:]))
     return found
 
-# %% ../nbs/05b_lora_choice.ipynb #fa24298b
+# %% ../nbs/05b_lora_choice.ipynb #20f4b804
 def choose_lora(
     measured:dict, # from `measure_lora`
     tokens:int,    # sampled between two syncs

