@@ -165,6 +165,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'grpo_colab.compat.put_adapter': ('compat.html#put_adapter', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat.put_to_sleep': ('compat.html#put_to_sleep', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat.release': ('compat.html#release', 'grpo_colab/compat.py'),
+                                   'grpo_colab.compat.release_pools': ('compat.html#release_pools', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat.require': ('compat.html#require', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat.runner_device': ('compat.html#runner_device', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat.shut_down': ('compat.html#shut_down', 'grpo_colab/compat.py'),

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['plan', 'measure', 'main']
 
-# %% ../nbs/23d_bench.ipynb #b246ea66
+# %% ../nbs/23d_bench.ipynb #1095f113
 import argparse, json, traceback
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from . import compat
 from .bench_memory import memory_claims, one_base_row, peak_row, sleep_rows, teardown_row
 from .bench_sync import SHAPES, decode_rows, result, sync_claims, sync_rows
 
-# %% ../nbs/23d_bench.ipynb #a42d4f32
+# %% ../nbs/23d_bench.ipynb #a82ee8bf
 def plan(
     name:str,          # "sync" or "memory"
     shapes:list[str],  # keys of `SHAPES`, or "toy"
@@ -23,7 +23,7 @@ def plan(
 ) -> list: # of functions that return a row or a list of them
     "What is measured, in order."
     large = shapes[min(1, len(shapes) - 1)]  # 1.5B by default
-    if name == "sync": return [*(partial(sync_rows, s, repeats) for s in shapes), partial(decode_rows, large, min(repeats, 3))]
+    if name == "sync": return [*(partial(sync_rows, s, repeats) for s in shapes), partial(decode_rows, large, min(repeats, 5))]
     peaks = [partial(peak_row, s, lora) for s in shapes for lora in (False, True)]
     return [*peaks, partial(sleep_rows, large), partial(one_base_row, large), partial(teardown_row, cycles)]
 
@@ -40,7 +40,7 @@ def measure(
         after(rows)
     return rows, failed
 
-# %% ../nbs/23d_bench.ipynb #1cad9377
+# %% ../nbs/23d_bench.ipynb #5ff3acb7
 def main(
     argv:list[str]|None=None, # arguments after `grpo-colab bench`
 ) -> int: # exit code; 1 when a measurement failed

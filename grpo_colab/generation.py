@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPTIONS', 'option', 'level_for', 'EngineGeneration', 'call_seed', 'runs']
 
-# %% ../nbs/06c_generation.ipynb #6201a65b
+# %% ../nbs/06c_generation.ipynb #4bcdd520
 import contextlib, warnings
 from itertools import groupby
 
@@ -24,7 +24,7 @@ from .probe import Probe
 from .rollouts import Rollouts
 from .weights import WeightSync
 
-# %% ../nbs/06c_generation.ipynb #40e2bb07
+# %% ../nbs/06c_generation.ipynb #f1f6f2e0
 OPTIONS = dict(lora_sync="fold", one_base=True, sleep_level=None, verify="probe", offload_optimizer=False, engine_args=None,
                engine_dtype="auto") #: option -> what it is for a plain `GRPOConfig`
 
@@ -35,7 +35,7 @@ def option(
     "An option, or what TRL's own configuration amounts to."
     return getattr(args, name, OPTIONS[name])
 
-# %% ../nbs/06c_generation.ipynb #d672c259
+# %% ../nbs/06c_generation.ipynb #1da3a0fc
 def level_for(
     args,               # `GRPOConfig` or `ColocateGRPOConfig`
     model,              # the policy
@@ -51,10 +51,11 @@ def level_for(
         offload = option(args, "offload_optimizer")
         level = sleep_level(estimate(model, args, engine=asks, total=total, offload_optimizer=offload), total)
     except TooLittleMemory as e: level = warnings.warn(str(e)) or 2
-    except (ValueError, AttributeError) as e: level = warnings.warn(f"no memory budget for this model ({e}): sleep_level=2") or 2
+    except (ValueError, AttributeError, KeyError, TypeError) as e:
+        level = warnings.warn(f"no memory budget for this model ({e}): sleep_level=2") or 2
     return "kv" if shared and level in (1, 2) else level
 
-# %% ../nbs/06c_generation.ipynb #8f97aeee
+# %% ../nbs/06c_generation.ipynb #aa07497b
 class EngineGeneration(compat.vllm_generation()):
     "Stands where TRL's `VLLMGeneration` stands: `sync_weights()` and `generate()`, on an `Engine`."
     def __init__(self,
@@ -64,7 +65,7 @@ class EngineGeneration(compat.vllm_generation()):
         self.trainer, self._calls = trainer, {}
         super().__init__(**kwargs)
 
-# %% ../nbs/06c_generation.ipynb #863d31d6
+# %% ../nbs/06c_generation.ipynb #e352fc54
 @patch
 def _init_vllm(self:EngineGeneration):
     args, asked = self.trainer.args, option(self.trainer.args, "engine_args") or {}
@@ -83,7 +84,7 @@ def _init_vllm(self:EngineGeneration):
     self.engine.sleep(self._level)
     self.accelerator.wait_for_everyone()
 
-# %% ../nbs/06c_generation.ipynb #b8afebfb
+# %% ../nbs/06c_generation.ipynb #9c778c53
 @patch
 def _gpu_settings(self:EngineGeneration, args):
     "Engine arguments that only a GPU has, and the level at which the engine sleeps there."
@@ -100,7 +101,7 @@ def _set_lora(self:EngineGeneration, lora):
     self._sync = WeightSync(self.engine, self.model, lora)
     self._probe, self._proven = Probe(self._sync), None
 
-# %% ../nbs/06c_generation.ipynb #7974d55b
+# %% ../nbs/06c_generation.ipynb #1e709577
 @patch(as_prop=True)
 def llm(self:EngineGeneration): # the `vllm.LLM`; TRL's tool loop reads the context length from it
     "The vLLM that samples."
@@ -125,7 +126,7 @@ def sync_weights(self:EngineGeneration):
     with self.trainer.trace.span("verify", how=how) as span: span.add(looked_at=self._probe.check(how))
     if self._sync.lora == "slot" and option(self.trainer.args, "one_base") and not self.engine.lent: OneBase(self._sync).share()
 
-# %% ../nbs/06c_generation.ipynb #02376bff
+# %% ../nbs/06c_generation.ipynb #240643b6
 @patch
 def _prove(self:EngineGeneration):
     "With the engine awake: measure if that is still to be done, and compare log-probs."
@@ -141,7 +142,7 @@ def _prove(self:EngineGeneration):
     with self.trainer.trace.span("verify", how="log-probs") as span: span.add(gap_nats=self._probe.compare())
     self._proven = self._sync.plan
 
-# %% ../nbs/06c_generation.ipynb #decbcd89
+# %% ../nbs/06c_generation.ipynb #12b06227
 @patch
 def _sampling(self:EngineGeneration):
     "TRL's generation options as fields of vLLM's `SamplingParams`."
@@ -154,7 +155,7 @@ def _sampling(self:EngineGeneration):
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields
 
-# %% ../nbs/06c_generation.ipynb #c3d2f926
+# %% ../nbs/06c_generation.ipynb #2196efdf
 def call_seed(
     seed:int,       # `args.seed`
     step:int,       # optimizer steps so far
@@ -175,7 +176,7 @@ def _engine_call(self:EngineGeneration, prompts, n, sampling):
     self._calls[training] = call + 1
     return r
 
-# %% ../nbs/06c_generation.ipynb #0fd7c721
+# %% ../nbs/06c_generation.ipynb #dc7f755c
 def runs(
     prompts:list, # prompts, equal ones next to each other
 ) -> tuple[list, int]: # prompts to ask, and completions of each; (prompts, 1) when the repetitions differ in number
@@ -184,7 +185,7 @@ def runs(
     n = groups[0][1] if groups else 1
     return ([p for p, _ in groups], n) if all(c == n for _, c in groups) else (list(prompts), 1)
 
-# %% ../nbs/06c_generation.ipynb #0cd01bb8
+# %% ../nbs/06c_generation.ipynb #86b5be76
 @patch
 def _shared(self:EngineGeneration, prompts):
     "The prompts of all ranks that share this engine, and where this rank's begin."
@@ -194,7 +195,7 @@ def _shared(self:EngineGeneration, prompts):
     torch.distributed.all_gather_object(parts, prompts, group=group)
     return [p for part in parts for p in part], sum(map(len, parts[:torch.distributed.get_rank(group)]))
 
-# %% ../nbs/06c_generation.ipynb #eab5b16a
+# %% ../nbs/06c_generation.ipynb #2165a787
 @patch
 @contextlib.contextmanager
 def _awake(self:EngineGeneration):
@@ -205,7 +206,7 @@ def _awake(self:EngineGeneration):
         self._prove()
         yield
 
-# %% ../nbs/06c_generation.ipynb #8cc140c3
+# %% ../nbs/06c_generation.ipynb #63f4f518
 @patch
 def generate(self:EngineGeneration,
     prompts:list[list[int]],  # this rank's prompts, each repeated as often as it is to be completed
@@ -227,7 +228,7 @@ def _with_images(prompt, images):
     data = images if images and len(images) > 1 else images and images[0]
     return dict(prompt_token_ids=prompt) | (dict(multi_modal_data=dict(image=data)) if images else {})
 
-# %% ../nbs/06c_generation.ipynb #fbaafa65
+# %% ../nbs/06c_generation.ipynb #2c9ef2d9
 @patch
 def sample(self:EngineGeneration,
     prompts:list[list[int]], # prompts: token ids

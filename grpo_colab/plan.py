@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Move', 'Watch', 'CopyPlan']
 
-# %% ../nbs/04a_plan.ipynb #9f7808ce
+# %% ../nbs/04a_plan.ipynb #8c59df82
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import compat
 from .writes import Write
 
-# %% ../nbs/04a_plan.ipynb #9a3b0afd
+# %% ../nbs/04a_plan.ipynb #6398f014
 @dataclass(frozen=True)
 class Move:
     "One copy: a view of the tensor `name` into `dest`, a view of the engine's memory."
@@ -33,12 +33,12 @@ class Move:
                              f"was made for {self.layout}: make a new one")
         return tensor.as_strided(self.dest.shape, self.stride, tensor.storage_offset() + self.offset)
 
-# %% ../nbs/04a_plan.ipynb #376b0ee4
+# %% ../nbs/04a_plan.ipynb #278e2ef2
 _aten = torch.ops.aten
 
 def _start(t): return t.untyped_storage().data_ptr()
 
-# %% ../nbs/04a_plan.ipynb #049df4c4
+# %% ../nbs/04a_plan.ipynb #c90d88fa
 class Watch(TorchDispatchMode):
     "While it is open, copies from tensors that passed through `over` into `memory` are written down as `moves`."
     def __init__(self,
@@ -60,7 +60,7 @@ class Watch(TorchDispatchMode):
         if written: self._written(func, *args)
         return out
 
-# %% ../nbs/04a_plan.ipynb #dd760fa8
+# %% ../nbs/04a_plan.ipynb #8dfc981f
 @patch
 def _written(self:Watch, func, dest, *args):
     if func.overloadpacket in (_aten.fill_, _aten.zero_): return  # the padding of a vocabulary
@@ -77,7 +77,7 @@ def wrong(self:Watch) -> set[str]: # empty while what was copied still stands
     gone = lambda m: not torch.equal(m.source(self.tensors[m.name]).detach().to(m.dest.device, m.dest.dtype), m.dest)
     return {m.name for m in self.moves if gone(m)}
 
-# %% ../nbs/04a_plan.ipynb #d346159b
+# %% ../nbs/04a_plan.ipynb #7e0a37d2
 class CopyPlan:
     "Where a policy's tensors go in an engine's memory, found by watching `load_weights` once. Making it loads the weights."
     def __init__(self,
@@ -98,7 +98,7 @@ class CopyPlan:
         return (f"CopyPlan({len(self.moves)} tensors in {len(moves)} copies, {size/2**20:.2f} MiB; "
                 f"through load_weights: {', '.join(sorted(self.through)) or 'none'})")
 
-# %% ../nbs/04a_plan.ipynb #5b3a44b6
+# %% ../nbs/04a_plan.ipynb #434113b2
 @patch
 def writes(self:CopyPlan,
     weights:Iterable, # (checkpoint name, tensor), any of those the plan was made from

@@ -5,20 +5,20 @@
 # %% auto #0
 __all__ = ['Write', 'Writes']
 
-# %% ../nbs/03g_writes.ipynb #13cf272a
+# %% ../nbs/03g_writes.ipynb #a8ccb0aa
 from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
 from fastcore.basics import patch
 
-# %% ../nbs/03g_writes.ipynb #f6a0fb42
+# %% ../nbs/03g_writes.ipynb #711fcab6
 try:
     import triton
     import triton.language as tl
 except ImportError: triton = None  # PyTorch for CPUs comes without
 
-# %% ../nbs/03g_writes.ipynb #0686afba
+# %% ../nbs/03g_writes.ipynb #11efbf17
 @dataclass(frozen=True)
 class Write:
     "dest = source + scale·b·a; without factors dest = scale·source. Other dtypes are converted."
@@ -29,16 +29,17 @@ class Write:
     scale:float=1.             # of b·a, or of the copy
 
     def value(self) -> torch.Tensor: # before it is converted to the dtype of `dest`
-        "What is to be written. The factors are rounded to the dtype of `source`, as the policy computes under autocast."
-        if self.a is None: return self.source if self.scale == 1 else self.source * self.scale
-        return torch.addmm(self.source, self.b.to(self.source.dtype), self.a.to(self.source.dtype), alpha=self.scale)
+        "What is to be written. The factors are rounded to the dtype of `source`, as under autocast; sums are of float32."
+        if self.a is None: return self.source if self.scale == 1 else self.source.float() * self.scale
+        wide, dtype = torch.promote_types(self.source.dtype, torch.float32), self.source.dtype
+        return torch.addmm(self.source.to(wide), self.b.to(dtype).to(wide), self.a.to(dtype).to(wide), alpha=self.scale)
 
     def off(self) -> float: # relative
         "How far `dest` may be from the value: nothing for a copy, a rounding for a sum."
         if self.a is None and self.scale == 1: return 0.
         return {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(self.dest.dtype, 1e-3)
 
-# %% ../nbs/03g_writes.ipynb #0aca4640
+# %% ../nbs/03g_writes.ipynb #c4b72e3c
 if triton:
     @triton.jit
     def _kernel(table, scales, tiles, RANK: tl.constexpr, SCALED: tl.constexpr, FOLD: tl.constexpr, DEST: tl.constexpr,
@@ -64,7 +65,7 @@ if triton:
             x = x + tl.load(scales + write) * ab
         tl.store(dest + m[:, None] * ds + n[None, :], x.to(DEST), mask=here)
 
-# %% ../nbs/03g_writes.ipynb #257b94d7
+# %% ../nbs/03g_writes.ipynb #2c152490
 if triton:
     @triton.jit
     def _product(a, b, m, n, r, rows, columns, rank, stride, SOURCE: tl.constexpr):
@@ -76,7 +77,7 @@ if triton:
 
 _TILE = 32, 256  # the fastest of eight shapes tried on an H200
 
-# %% ../nbs/03g_writes.ipynb #bf131c6a
+# %% ../nbs/03g_writes.ipynb #77624c97
 def _matrix(t):
     "As [rows, columns] with columns next to each other in memory, or None."
     if t.dim() != 2: t = t.reshape(-1, t.shape[-1] if t.dim() else 1) if t.is_contiguous() else None
@@ -98,7 +99,7 @@ def _kind(w, row):
     rank = max(16, 1 << (row[8] - 1).bit_length()) if row[8] else 16
     return w.dest.dtype, w.source.dtype, w.a.dtype if w.a is not None else None, rank, w.a is None and w.scale != 1, aligned
 
-# %% ../nbs/03g_writes.ipynb #916fc8ac
+# %% ../nbs/03g_writes.ipynb #7ead54e0
 def _tiles(rows):
     "[tiles, 3] int32: which write, which tile downwards, which across."
     parts = []
@@ -108,7 +109,7 @@ def _tiles(rows):
         parts.append(torch.stack([torch.full_like(at, i), at // across, at % across], dim=1))
     return torch.cat(parts).int()
 
-# %% ../nbs/03g_writes.ipynb #de7c2a6d
+# %% ../nbs/03g_writes.ipynb #4454bc88
 class _Launch:
     "Writes of one kind, and where they stand in the whole list."
     def __init__(self, kind, rows, scales, places, device):
@@ -127,7 +128,7 @@ class _Launch:
         _sample[(len(bad),)](self.table, self.scales, bad, seed, off, **self.kind, NUMBERS=64)
         return bad
 
-# %% ../nbs/03g_writes.ipynb #4138c203
+# %% ../nbs/03g_writes.ipynb #36c5fbd1
 class Writes:
     "Writes that are repeated: looked at once, then run in as few launches as there are kinds."
     def __init__(self,
@@ -147,7 +148,7 @@ class Writes:
         self.copies = [w for w in self.rest if w.a is None and w.scale == 1]
         self.rest = [w for w in self.rest if w.a is not None or w.scale != 1]
 
-# %% ../nbs/03g_writes.ipynb #d09c51fd
+# %% ../nbs/03g_writes.ipynb #fa213cb2
 @patch
 @torch.no_grad()
 def run(self:Writes):
@@ -156,7 +157,7 @@ def run(self:Writes):
     if self.copies: torch._foreach_copy_([w.dest for w in self.copies], [w.source for w in self.copies])
     for w in self.rest: w.dest.copy_(w.value())
 
-# %% ../nbs/03g_writes.ipynb #82832e0c
+# %% ../nbs/03g_writes.ipynb #2ed519b7
 if triton:
     @triton.jit
     def _sample(table, scales, bad, seed, off, SCALED: tl.constexpr, FOLD: tl.constexpr, DEST: tl.constexpr,
@@ -181,7 +182,7 @@ if triton:
         good = tl.abs(found - x) <= off * (tl.abs(x) + 1e-3 * summands)  # false for NaN
         tl.store(bad + write, tl.sum(1 - good.to(tl.int32), axis=0))
 
-# %% ../nbs/03g_writes.ipynb #f92e92bd
+# %% ../nbs/03g_writes.ipynb #d98fe6a8
 def _wrong(w, numbers, rng):
     "How many of `numbers` random numbers of a write, or of all for None, are not there; by PyTorch."
     found, value, summands = w.dest, w.value().to(w.dest.device, w.dest.dtype), w.source.abs().to(w.dest.device)
@@ -191,7 +192,7 @@ def _wrong(w, numbers, rng):
         found, value, summands = (t.reshape(-1)[at] for t in (found, value, summands))
     return (~((found.float() - value.float()).abs() <= w.off() * (value.abs().float() + 1e-3 * summands.float()))).sum()
 
-# %% ../nbs/03g_writes.ipynb #bc22a0f8
+# %% ../nbs/03g_writes.ipynb #e3146058
 @patch
 @torch.no_grad()
 def differ(self:Writes,
