@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['SIZES', 'peak_of', 'peak_row', 'one_base_row', 'sleep_rows', 'teardown_row', 'memory_claims']
 
-# %% ../nbs/23c_bench_memory.ipynb #139c57b2
+# %% ../nbs/23c_bench_memory.ipynb #997b5d3d
 import contextlib, gc, os, statistics, tempfile, time
+from functools import partial
 from unittest.mock import patch as replaced
 
 import torch
@@ -17,14 +18,14 @@ from .bench_sync import milliseconds, random_policy, with_lora
 from .budget import estimate
 from .colocate import ColocateGRPOTrainer
 from .engine import Engine
-from .memory import GIB
+from .memory import GIB, ledger
 from .trainer_args import ColocateGRPOConfig
 
-# %% ../nbs/23c_bench_memory.ipynb #7ba95759
+# %% ../nbs/23c_bench_memory.ipynb #6272c0cb
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-# %% ../nbs/23c_bench_memory.ipynb #ab35319a
+# %% ../nbs/23c_bench_memory.ipynb #ee89ff06
 SIZES = dict(prompt=96, completion=256, batch=8, kv=8 * GIB) #: tokens, tokens, sequences, bytes
 
 def _config(folder, small, **more):
@@ -43,7 +44,7 @@ def _data(small):
 
 def _reward(completions, **columns): return [float(len(c) % 3) for c in completions]
 
-# %% ../nbs/23c_bench_memory.ipynb #5c8d396b
+# %% ../nbs/23c_bench_memory.ipynb #99cd3804
 @contextlib.contextmanager
 def peak_of():
     """Context with a dict: `begin()` counts from then on, and at the end `bytes` is the highest that this process held on the
@@ -60,7 +61,7 @@ def peak_of():
         free, total = torch.cuda.mem_get_info()
         found["bytes"] = torch.cuda.max_memory_allocated() - before + (total - free) - torch.cuda.memory_reserved()
 
-# %% ../nbs/23c_bench_memory.ipynb #d193bb23
+# %% ../nbs/23c_bench_memory.ipynb #b1f820f2
 def peak_row(
     shape:str, # a key of `SHAPES`, or "toy"
     lora:bool, # rank 16 on all linear layers, folded, or everything
@@ -82,7 +83,7 @@ def peak_row(
                held=gib(held), budget={phase: gib(row) for phase, row in budget.table.items()})
     return row | dict(ours=None if peak["bytes"] is None else [peak["bytes"] / GIB])
 
-# %% ../nbs/23c_bench_memory.ipynb #a372b5d4
+# %% ../nbs/23c_bench_memory.ipynb #bd517c9e
 class _SecondStep(TrainerCallback):
     "What the start needed does not count: peaks begin with the second step."
     def __init__(self, begin): self.begin = begin
@@ -90,7 +91,7 @@ class _SecondStep(TrainerCallback):
         if state.global_step == 1: self.begin()
 
 def _lora_steps(who, shape):
-    "Two LoRA steps by `who`; (peak of the second without the KV cache, size of the base), bytes, (None, …) on a CPU."
+    "Two LoRA steps by `who`: peak of the second without the KV cache (None on a CPU), size of the base, bytes; the ledger."
     small, tokenizer, fixed = shape == "toy", toys.toy_tokenizer(), dict(enforce_eager=True)
     if not compat.on_cpu(): fixed["kv_cache_memory_bytes"] = SIZES["kv"]
     with tempfile.TemporaryDirectory() as folder, peak_of() as peak, compat.trl_llm(**fixed):
@@ -104,29 +105,33 @@ def _lora_steps(who, shape):
                        callbacks=[_SecondStep(peak["begin"])])
         trainer.train()
         llm = trainer.vllm_generation.llm
+        held = ledger(trainer.model, trainer.optimizer, trainer.engine if who == "ours" else None)
         kv = sum(t.numel() * t.element_size() for t in compat.kv_caches(llm))
     trainer.close(say=False) if who == "ours" else compat.shut_down(llm)
-    return peak["bytes"] and peak["bytes"] - kv, base
+    return peak["bytes"] and peak["bytes"] - kv, base, {owner: size / GIB for owner, size in held.items()}
 
-# %% ../nbs/23c_bench_memory.ipynb #82fa3ed3
+# %% ../nbs/23c_bench_memory.ipynb #802d88b5
 def one_base_row(
     shape:str, # a key of `SHAPES`, or "toy"
 ) -> dict: # peaks in GiB, ours and TRL's, and the size of the base
     "The peak of a LoRA step with the base standing once, and TRL's."
     row = dict(case=f"one_base_{shape}", metric="peak without kv cache", unit="GiB")
     for who in ("ours", "peer"):
-        peak, base = _lora_steps(who, shape)
-        row |= {who: None if peak is None else [peak / GIB], "base": base / GIB}
+        peak, base, held = _lora_steps(who, shape)
+        row |= {who: None if peak is None else [peak / GIB], f"{who}_held": held, "base": base / GIB}
         gc.collect()
     return row
 
-# %% ../nbs/23c_bench_memory.ipynb #b5a06076
+# %% ../nbs/23c_bench_memory.ipynb #a223bb76
 def _pcie(size):
     "ms of copies of `size` bytes from the GPU to pinned memory."
     host, device = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8, device="cuda")
-    return milliseconds(lambda: host.copy_(device), 3)
+    times = milliseconds(partial(host.copy_, device), 3)
+    del host, device
+    torch.cuda.empty_cache()
+    return times
 
-# %% ../nbs/23c_bench_memory.ipynb #92903752
+# %% ../nbs/23c_bench_memory.ipynb #b3d16d17
 def sleep_rows(
     shape:str,     # a key of `SHAPES`
     repeats:int=3, # of each level, after the first
@@ -149,7 +154,7 @@ def sleep_rows(
             rows.append(row)
     return rows
 
-# %% ../nbs/23c_bench_memory.ipynb #d59f1e90
+# %% ../nbs/23c_bench_memory.ipynb #c8cbe2d0
 def _resident():
     "Bytes of main memory that this process holds."
     with open("/proc/self/statm") as f: return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -173,7 +178,7 @@ def teardown_row(
         if time.monotonic() > end: break
     return dict(case="teardown_toy", metric="held after close", unit="MiB", ours=gpu, main_memory=main)
 
-# %% ../nbs/23c_bench_memory.ipynb #b9338e06
+# %% ../nbs/23c_bench_memory.ipynb #8d64869a
 def memory_claims(
     rows:list[dict], # of the functions above
 ) -> dict[str, float]: # claim -> number

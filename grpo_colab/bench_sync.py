@@ -6,7 +6,7 @@
 __all__ = ['SHAPES', 'random_policy', 'with_lora', 'stand_in', 'milliseconds', 'flat_copy', 'sync_rows', 'decode_rows',
            'sync_claims', 'result']
 
-# %% ../nbs/23b_bench_sync.ipynb #a12922c0
+# %% ../nbs/23b_bench_sync.ipynb #dcbc8fa0
 import datetime, gc, os, platform, statistics, subprocess, time
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from .lora_choice import measure_lora, slot_args
 from .policy_weights import policy_weights
 from .trace import Trace
 
-# %% ../nbs/23b_bench_sync.ipynb #16b0b5f6
+# %% ../nbs/23b_bench_sync.ipynb #f594094f
 #: name -> sizes of the Qwen2.5 model of that name (its config.json on the hub)
 SHAPES = {
     "0.5B": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
@@ -42,7 +42,7 @@ def random_policy(
     with torch.device("cpu" if compat.on_cpu() else "cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32 if compat.on_cpu() else torch.bfloat16)
 
-# %% ../nbs/23b_bench_sync.ipynb #9e9545f9
+# %% ../nbs/23b_bench_sync.ipynb #8c534293
 def with_lora(
     policy,     # `PreTrainedModel`; its layers are wrapped in place
     seed:int=0, # of the factors
@@ -67,7 +67,7 @@ def stand_in(
     return EngineGeneration(trainer, model=policy, accelerator=Accelerator(cpu=compat.on_cpu()), processing_class=None,
         max_model_length=64, max_num_seqs=8, max_completion_length=8, gpu_memory_utilization=.3)
 
-# %% ../nbs/23b_bench_sync.ipynb #59806170
+# %% ../nbs/23b_bench_sync.ipynb #be96ae6d
 def milliseconds(
     call,        # what is timed
     repeats:int, # how often
@@ -82,7 +82,7 @@ def milliseconds(
         times.append((time.perf_counter() - start) * 1e3)
     return times[1:]
 
-# %% ../nbs/23b_bench_sync.ipynb #fa7d69fe
+# %% ../nbs/23b_bench_sync.ipynb #a4bd3519
 def flat_copy(
     size:int,    # bytes
     repeats:int, # how often
@@ -92,7 +92,7 @@ def flat_copy(
     dest = torch.empty_like(source)
     return milliseconds(lambda: dest.copy_(source), repeats)
 
-# %% ../nbs/23b_bench_sync.ipynb #d67ec580
+# %% ../nbs/23b_bench_sync.ipynb #0a43ea53
 def _largest_difference(generation):
     "Move what is trained, sync our way, then by vLLM's `load_weights`: by how much the engine's weights differ at most."
     with torch.no_grad():
@@ -110,7 +110,7 @@ def _frozen(model): return {n: p for n, p in model.named_parameters() if not p.r
 
 def _values_changed(before, model): return sum((before[n] != p).sum().item() for n, p in _frozen(model).items())
 
-# %% ../nbs/23b_bench_sync.ipynb #901f4ae2
+# %% ../nbs/23b_bench_sync.ipynb #f5d18b68
 def _ours(case, model, repeats, many):
     "Measure one of our ways; the row without the peer, and the generation."
     generation = stand_in(model, "slot" if case == "slot" else "fold")
@@ -128,7 +128,7 @@ def _ours(case, model, repeats, many):
     if case != "slot": row["largest_difference"] = _largest_difference(generation)
     return row, generation
 
-# %% ../nbs/23b_bench_sync.ipynb #1b2cdf6c
+# %% ../nbs/23b_bench_sync.ipynb #006af82a
 def sync_rows(
     shape:str,      # a key of `SHAPES`, or "toy"
     repeats:int=20, # of each measurement
@@ -150,13 +150,13 @@ def sync_rows(
     generation.engine.close(say=False)
     return rows
 
-# %% ../nbs/23b_bench_sync.ipynb #20689e66
+# %% ../nbs/23b_bench_sync.ipynb #b88911de
 def _tokens_s(engine, sequences, tokens):
     start = time.perf_counter()
     engine.generate([[7, 8, 9]], sequences, dict(max_tokens=tokens, ignore_eos=True), seed=0)
     return sequences * tokens / (time.perf_counter() - start)
 
-# %% ../nbs/23b_bench_sync.ipynb #2d5369a4
+# %% ../nbs/23b_bench_sync.ipynb #22eca6ad
 def decode_rows(
     shape:str,         # a key of `SHAPES`, or "toy"
     repeats:int=5,     # of each measurement
@@ -183,7 +183,7 @@ def decode_rows(
     rates |= {"slot": [0, measured["slot"]["tokens_s"]], "fold, engine with slots": [0, measured["fold"]["tokens_s"]]}
     return [dict(case=f"decode_{way}_{shape}", metric="decode", unit="tokens/s", ours=r[1:]) for way, r in rates.items()]
 
-# %% ../nbs/23b_bench_sync.ipynb #0674c268
+# %% ../nbs/23b_bench_sync.ipynb #e98dd911
 def sync_claims(
     rows:list[dict], # from `sync_rows` and `decode_rows`
 ) -> dict[str, float]: # claim -> number
@@ -202,7 +202,7 @@ def sync_claims(
             claims[name] = claims.get(name, 0) + row["base_values_changed"]
     return claims
 
-# %% ../nbs/23b_bench_sync.ipynb #0a6fad63
+# %% ../nbs/23b_bench_sync.ipynb #9c8f1773
 def result(
     command:str,     # as it was typed
     rows:list[dict], # measurements

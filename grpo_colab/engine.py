@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Engine']
 
-# %% ../nbs/04_engine.ipynb #b8f45f17
+# %% ../nbs/04_engine.ipynb #e08a34c4
 import atexit, contextlib, gc, itertools, json, os, shutil, tempfile
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from .trace import Trace
 from .vllm_args import (EngineClosed, EngineError, EngineRunning, check_engine_args, check_loaded, check_ranks,
                                   config_only, engine_dtype, engine_shape, eos_ids, first_line, launcher_env, real_stdout, remedy)
 
-# %% ../nbs/04_engine.ipynb #1fe2f1ff
+# %% ../nbs/04_engine.ipynb #bdfa3c63
 class Engine(Sleeping):
     """One vLLM inside this process, on this rank's device. With a live model, weights are copied, not read from disk.
     Raises `CheckpointError`, `TypeError` (unknown argument), `EngineRunning`, and `EngineError` when vLLM won't start."""
@@ -50,7 +50,7 @@ class Engine(Sleeping):
         if self.llm is None: self._start(model, tokenizer)
         if self.live: self._first_weights(model, load)
 
-# %% ../nbs/04_engine.ipynb #fd2a7ac4
+# %% ../nbs/04_engine.ipynb #5a6b0043
 @patch
 def __repr__(self:Engine):
     state = f"version {self.version}, context {self.max_model_len}" if self.llm else f"closed: {self.why}"
@@ -66,7 +66,7 @@ def max_model_len(self:Engine) -> int: # tokens
     "The longest prompt and completion together."
     return self.llm.llm_engine.model_config.max_model_len
 
-# %% ../nbs/04_engine.ipynb #5ef49d86
+# %% ../nbs/04_engine.ipynb #8a950737
 @patch
 def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_args):
     "Work out vLLM's arguments, and the key by which an engine of the same shape is recognised."
@@ -85,7 +85,7 @@ def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_
     shape = [engine_shape(model), str(tokenizer)] if self.live else [str(model)]
     self.key = json.dumps([self.args, shape], default=str, sort_keys=True)
 
-# %% ../nbs/04_engine.ipynb #b4f32391
+# %% ../nbs/04_engine.ipynb #6cfbd317
 @patch
 def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
@@ -107,7 +107,7 @@ def _settle(self:Engine, if_running):
         old.why, Engine.running = "a newer Engine of the same shape took its vLLM over", self
     else: old.close("another Engine took its place", say=False)
 
-# %% ../nbs/04_engine.ipynb #b8faf8fc
+# %% ../nbs/04_engine.ipynb #83e48253
 @patch
 def _start(self:Engine, model, tokenizer):
     "Build the `vllm.LLM`; on failure leave the process as it was."
@@ -133,7 +133,7 @@ def _forget(self:Engine, why):
     self.llm, self._dir, self.slot, self._pins, self.why = None, None, None, {}, why
     if Engine.running is self: Engine.running = None
 
-# %% ../nbs/04_engine.ipynb #d343073d
+# %% ../nbs/04_engine.ipynb #128613b1
 @patch
 def _alive(self:Engine):
     "Raise unless there is an engine."
@@ -151,7 +151,7 @@ def _ready(self:Engine):
     if self.asleep: raise EngineError(f"the engine sleeps ({', '.join(sorted(self.asleep))}): wake() it first")
     if self.broken: raise EngineError(f"the engine must not sample: {self.broken}. load_weights() mends it")
 
-# %% ../nbs/04_engine.ipynb #9d86273d
+# %% ../nbs/04_engine.ipynb #9e4638e5
 @patch
 def generate(self:Engine,
     prompts:list,          # prompts: lists of token ids, or vLLM's prompt dicts (for images); all ranks of a TP group alike
@@ -171,7 +171,7 @@ def generate(self:Engine,
         span.add(tokens=len(rollouts.tokens))
     return rollouts
 
-# %% ../nbs/04_engine.ipynb #42bc1eb5
+# %% ../nbs/04_engine.ipynb #647a798b
 @patch
 def load_weights(self:Engine,
     weights,            # iterable of (Hugging Face name, tensor); whole, not sharded
@@ -186,7 +186,7 @@ def load_weights(self:Engine,
         span.add(**tally)
     return tally["bytes"]
 
-# %% ../nbs/04_engine.ipynb #eeac988e
+# %% ../nbs/04_engine.ipynb #8c9ddb5a
 @patch
 @contextlib.contextmanager
 def syncing(self:Engine,
@@ -206,7 +206,7 @@ def syncing(self:Engine,
         compat.forget_prefixes(self.llm)
         self.broken, self.version, self.written_by = None, version, by
 
-# %% ../nbs/04_engine.ipynb #bfd97b4c
+# %% ../nbs/04_engine.ipynb #c0170dd7
 @patch
 @contextlib.contextmanager
 def unrecorded(self:Engine):
@@ -225,10 +225,10 @@ def _first_weights(self:Engine, model, load):
         self.close("the policy's weights could not be copied", say=False)
         raise
 
-# %% ../nbs/04_engine.ipynb #89f90a1d
+# %% ../nbs/04_engine.ipynb #df2f0501
 _lora_ids = itertools.count(2)  # never twice: vLLM takes a number it knows for the same adapter. 1 is the policy's (04b_slot)
 
-# %% ../nbs/04_engine.ipynb #248ccebf
+# %% ../nbs/04_engine.ipynb #82233b6b
 @patch
 def load_lora(self:Engine,
     adapter,         # directory as PEFT saves it, or a live `PeftModel`
@@ -254,7 +254,7 @@ def _adapter(self:Engine, name):
     if name is not None and name not in self.loras: raise KeyError(f"no adapter {name!r}: loaded are {sorted(self.loras)}")
     return self.loras[name] if name else self.slot
 
-# %% ../nbs/04_engine.ipynb #da8fbca7
+# %% ../nbs/04_engine.ipynb #1e9975c9
 @patch
 def close(self:Engine,
     why:str="close() was called", # what to tell whoever uses this engine afterwards

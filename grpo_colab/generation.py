@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPTIONS', 'option', 'level_for', 'EngineGeneration', 'call_seed', 'runs']
 
-# %% ../nbs/06c_generation.ipynb #4bcdd520
+# %% ../nbs/06c_generation.ipynb #35f83623
 import contextlib, warnings
 from itertools import groupby
 
@@ -22,9 +22,10 @@ from .one_base import OneBase
 from .policy_weights import policy_weights
 from .probe import Probe
 from .rollouts import Rollouts
+from .sleep import collect
 from .weights import WeightSync
 
-# %% ../nbs/06c_generation.ipynb #f1f6f2e0
+# %% ../nbs/06c_generation.ipynb #ae8a44a2
 OPTIONS = dict(lora_sync="fold", one_base=True, sleep_level=None, verify="probe", offload_optimizer=False, engine_args=None,
                engine_dtype="auto") #: option -> what it is for a plain `GRPOConfig`
 
@@ -35,7 +36,7 @@ def option(
     "An option, or what TRL's own configuration amounts to."
     return getattr(args, name, OPTIONS[name])
 
-# %% ../nbs/06c_generation.ipynb #1da3a0fc
+# %% ../nbs/06c_generation.ipynb #6ee3dea9
 def level_for(
     args,               # `GRPOConfig` or `ColocateGRPOConfig`
     model,              # the policy
@@ -55,7 +56,7 @@ def level_for(
         level = warnings.warn(f"no memory budget for this model ({e}): sleep_level=2") or 2
     return "kv" if shared and level in (1, 2) else level
 
-# %% ../nbs/06c_generation.ipynb #aa07497b
+# %% ../nbs/06c_generation.ipynb #674c5915
 class EngineGeneration(compat.vllm_generation()):
     "Stands where TRL's `VLLMGeneration` stands: `sync_weights()` and `generate()`, on an `Engine`."
     def __init__(self,
@@ -65,7 +66,7 @@ class EngineGeneration(compat.vllm_generation()):
         self.trainer, self._calls = trainer, {}
         super().__init__(**kwargs)
 
-# %% ../nbs/06c_generation.ipynb #e352fc54
+# %% ../nbs/06c_generation.ipynb #0103b898
 @patch
 def _init_vllm(self:EngineGeneration):
     args, asked = self.trainer.args, option(self.trainer.args, "engine_args") or {}
@@ -84,7 +85,7 @@ def _init_vllm(self:EngineGeneration):
     self.engine.sleep(self._level)
     self.accelerator.wait_for_everyone()
 
-# %% ../nbs/06c_generation.ipynb #9c778c53
+# %% ../nbs/06c_generation.ipynb #f686bde3
 @patch
 def _gpu_settings(self:EngineGeneration, args):
     "Engine arguments that only a GPU has, and the level at which the engine sleeps there."
@@ -101,7 +102,7 @@ def _set_lora(self:EngineGeneration, lora):
     self._sync = WeightSync(self.engine, self.model, lora)
     self._probe, self._proven = Probe(self._sync), None
 
-# %% ../nbs/06c_generation.ipynb #1e709577
+# %% ../nbs/06c_generation.ipynb #6d719fcd
 @patch(as_prop=True)
 def llm(self:EngineGeneration): # the `vllm.LLM`; TRL's tool loop reads the context length from it
     "The vLLM that samples."
@@ -110,6 +111,7 @@ def llm(self:EngineGeneration): # the `vllm.LLM`; TRL's tool loop reads the cont
 @patch
 def begin(self:EngineGeneration):
     "A run begins: calls are counted anew, and the policy may have got other adapters since."
+    collect()  # a former trainer's policy
     self._calls, self._sync.plan = {}, None
 
 @patch
@@ -124,9 +126,11 @@ def sync_weights(self:EngineGeneration):
     self._sync.sync(version)
     how = option(self.trainer.args, "verify")
     with self.trainer.trace.span("verify", how=how) as span: span.add(looked_at=self._probe.check(how))
-    if self._sync.lora == "slot" and option(self.trainer.args, "one_base") and not self.engine.lent: OneBase(self._sync).share()
+    if self._sync.lora == "slot" and option(self.trainer.args, "one_base") and not self.engine.lent:
+        self._probe.forget()  # it would keep the memory that is given back
+        OneBase(self._sync).share()
 
-# %% ../nbs/06c_generation.ipynb #240643b6
+# %% ../nbs/06c_generation.ipynb #8445b348
 @patch
 def _prove(self:EngineGeneration):
     "With the engine awake: measure if that is still to be done, and compare log-probs."
@@ -142,7 +146,7 @@ def _prove(self:EngineGeneration):
     with self.trainer.trace.span("verify", how="log-probs") as span: span.add(gap_nats=self._probe.compare())
     self._proven = self._sync.plan
 
-# %% ../nbs/06c_generation.ipynb #12b06227
+# %% ../nbs/06c_generation.ipynb #fe0de8ed
 @patch
 def _sampling(self:EngineGeneration):
     "TRL's generation options as fields of vLLM's `SamplingParams`."
@@ -155,7 +159,7 @@ def _sampling(self:EngineGeneration):
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields
 
-# %% ../nbs/06c_generation.ipynb #2196efdf
+# %% ../nbs/06c_generation.ipynb #c512d77f
 def call_seed(
     seed:int,       # `args.seed`
     step:int,       # optimizer steps so far
@@ -176,7 +180,7 @@ def _engine_call(self:EngineGeneration, prompts, n, sampling):
     self._calls[training] = call + 1
     return r
 
-# %% ../nbs/06c_generation.ipynb #dc7f755c
+# %% ../nbs/06c_generation.ipynb #1d7a7897
 def runs(
     prompts:list, # prompts, equal ones next to each other
 ) -> tuple[list, int]: # prompts to ask, and completions of each; (prompts, 1) when the repetitions differ in number
@@ -185,7 +189,7 @@ def runs(
     n = groups[0][1] if groups else 1
     return ([p for p, _ in groups], n) if all(c == n for _, c in groups) else (list(prompts), 1)
 
-# %% ../nbs/06c_generation.ipynb #86b5be76
+# %% ../nbs/06c_generation.ipynb #d60f7add
 @patch
 def _shared(self:EngineGeneration, prompts):
     "The prompts of all ranks that share this engine, and where this rank's begin."
@@ -195,7 +199,7 @@ def _shared(self:EngineGeneration, prompts):
     torch.distributed.all_gather_object(parts, prompts, group=group)
     return [p for part in parts for p in part], sum(map(len, parts[:torch.distributed.get_rank(group)]))
 
-# %% ../nbs/06c_generation.ipynb #2165a787
+# %% ../nbs/06c_generation.ipynb #570f1917
 @patch
 @contextlib.contextmanager
 def _awake(self:EngineGeneration):
@@ -206,7 +210,7 @@ def _awake(self:EngineGeneration):
         self._prove()
         yield
 
-# %% ../nbs/06c_generation.ipynb #63f4f518
+# %% ../nbs/06c_generation.ipynb #87bfda8f
 @patch
 def generate(self:EngineGeneration,
     prompts:list[list[int]],  # this rank's prompts, each repeated as often as it is to be completed
@@ -228,7 +232,7 @@ def _with_images(prompt, images):
     data = images if images and len(images) > 1 else images and images[0]
     return dict(prompt_token_ids=prompt) | (dict(multi_modal_data=dict(image=data)) if images else {})
 
-# %% ../nbs/06c_generation.ipynb #2c9ef2d9
+# %% ../nbs/06c_generation.ipynb #50c2d6be
 @patch
 def sample(self:EngineGeneration,
     prompts:list[list[int]], # prompts: token ids

@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['OneBase']
 
-# %% ../nbs/06b_one_base.ipynb #38557f2b
+# %% ../nbs/06b_one_base.ipynb #0fdbdd71
 import torch
 from fastcore.basics import patch
 
 from .policy_weights import base_weights
+from .sleep import collect
 from .vllm_args import EngineError
 from .weights import WeightSync
 
-# %% ../nbs/06b_one_base.ipynb #91ddde44
+# %% ../nbs/06b_one_base.ipynb #ed53229c
 class OneBase:
     "A policy's frozen parameters as views of its engine's weights."
     def __init__(self,
@@ -25,23 +26,23 @@ class OneBase:
             raise EngineError("the engine does not have this policy's base yet: sync() first")
         self.sync, self.shared = sync, []
 
-# %% ../nbs/06b_one_base.ipynb #de16b6c8
+# %% ../nbs/06b_one_base.ipynb #6e81e9d9
 @patch
 @torch.no_grad()
 def share(self:OneBase) -> int: # bytes that the policy gave back
     "Point each frozen parameter to the engine's memory, where that holds the same numbers in the same order."
-    freed = 0
+    freed, self.sync.engine.lent = 0, self
     for name, p in base_weights(self.sync.model):
         moves = self.sync.plan.moves.get(name, ())
         if p.requires_grad or len(moves) != 1 or not _same(moves[0], p.data): continue
         freed += p.numel() * p.element_size()
         self.shared.append(p)
         p.data = moves[0].dest
-    self.sync.engine.lent = self
+    collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     return freed
 
-# %% ../nbs/06b_one_base.ipynb #c72cef02
+# %% ../nbs/06b_one_base.ipynb #caed0961
 @patch
 @torch.no_grad()
 def give_back(self:OneBase):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GAPS', 'expected', 'Probe']
 
-# %% ../nbs/05a_probe.ipynb #b3ba8233
+# %% ../nbs/05a_probe.ipynb #bb83400c
 import torch
 from fastcore.basics import patch
 
@@ -15,7 +15,9 @@ from .vllm_args import EngineError
 from .weights import WeightSync, fold_writes
 from .writes import Write, Writes
 
-# %% ../nbs/05a_probe.ipynb #a608d803
+# %% ../nbs/05a_probe.ipynb #af7cf09b
+def _same_memory(write): return write.dest.data_ptr() == write.source.data_ptr()  # one base: nothing to compare
+
 def expected(
     sync:WeightSync, # after its first sync
 ) -> list[tuple]: # (name, `Write`): what the engine should hold, and where
@@ -25,17 +27,21 @@ def expected(
         folded.add(f"{name}.weight")
         found += [(name, w) for w in fold_writes(sync.plan, name, layer) or ()]
     for name, p in base_weights(sync.model):
-        if name not in folded: found += [(name, w) for w in sync.plan.writes([(name, p.data)])[0]]
+        if name not in folded: found += [(name, w) for w in sync.plan.writes([(name, p.data)])[0] if not _same_memory(w)]
     if sync.lora == "slot" and sync._slot.copies: found += zip(sync._slot.names, sync._slot.copies.writes)
     return found
 
-# %% ../nbs/05a_probe.ipynb #d3ccd7a8
+# %% ../nbs/05a_probe.ipynb #95070e0e
 class Probe:
     "Looks whether an engine holds a policy. Raises `EngineError` naming what it does not, and then it must not sample."
     def __init__(self,
         sync:WeightSync, # whose engine and policy are compared
     ):
         self.sync, self._plan, self._buffers, self.looks = sync, None, None, 0
+
+    def forget(self):
+        "Let go of the policy's tensors; the next look collects them again."
+        self._plan = self._writes = self._names = None
 
     def _prepare(self):
         "Once for each plan. Buffers are taken down when the engine is new: nothing that happens later may change them."
@@ -45,7 +51,7 @@ class Probe:
         self._names, writes = zip(*expected(self.sync), *self._buffers)
         self._writes, self._plan = Writes(writes), self.sync.plan
 
-# %% ../nbs/05a_probe.ipynb #4697bbb9
+# %% ../nbs/05a_probe.ipynb #49b16a46
 @patch
 @torch.no_grad()
 def check(self:Probe,
@@ -60,7 +66,7 @@ def check(self:Probe,
     self._refuse({self._names[i] for i in self._writes.differ(numbers, self.looks)} | self._merged(numbers))
     return len(self._names)
 
-# %% ../nbs/05a_probe.ipynb #2fca7623
+# %% ../nbs/05a_probe.ipynb #8afbff6e
 @patch
 def _merged(self:Probe, numbers):
     "Of the layers that PEFT merges: one, in turn, or all. Names that are wrong."
@@ -80,7 +86,7 @@ def _refuse(self:Probe, wrong):
     raise EngineError(f"after the sync the engine {self.sync.engine.broken[3:]}. Sync again; if that does not help, this "
                       "policy's weights change while they are copied, or the plan is wrong: sync.plan = None makes a new one")
 
-# %% ../nbs/05a_probe.ipynb #0b84ce2e
+# %% ../nbs/05a_probe.ipynb #d6324614
 GAPS = {torch.float32: .03, torch.bfloat16: .5, torch.float16: .2} #: nats: larger is no rounding
 
 @patch
