@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PARTS', 'plan', 'measure', 'main']
 
-# %% ../nbs/23d_bench.ipynb #90ff27e3
+# %% ../nbs/23d_bench.ipynb #f675a8fb
 import argparse, json, traceback
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from . import compat
 from .bench_memory import memory_claims, one_base_row, peak_row, sleep_rows, teardown_row
 from .bench_sync import SHAPES, decode_rows, result, sync_claims, sync_rows
 
-# %% ../nbs/23d_bench.ipynb #89fa47df
+# %% ../nbs/23d_bench.ipynb #253a364f
 PARTS = "peak", "sleep", "one_base", "teardown" #: of memory
 
 def plan(
@@ -32,6 +32,7 @@ def plan(
                 teardown=[partial(teardown_row, cycles)])
     return [job for part in PARTS if part in only for job in jobs[part]]
 
+# %% ../nbs/23d_bench.ipynb #47325453
 def measure(
     work:list, # from `plan`
     after=lambda rows: None, # called with all rows so far after each
@@ -45,7 +46,7 @@ def measure(
         after(rows)
     return rows, failed
 
-# %% ../nbs/23d_bench.ipynb #9490984e
+# %% ../nbs/23d_bench.ipynb #6b72bc0f
 def main(
     argv:list[str]|None=None, # arguments after `grpo-colab bench`
 ) -> int: # exit code; 1 when a measurement failed

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SIZES', 'peak_of', 'peak_row', 'one_base_row', 'sleep_rows', 'teardown_row', 'memory_claims']
 
-# %% ../nbs/23c_bench_memory.ipynb #997b5d3d
+# %% ../nbs/23c_bench_memory.ipynb #6aadecf7
 import contextlib, gc, os, statistics, tempfile, time
 from functools import partial
 from unittest.mock import patch as replaced
@@ -21,11 +21,11 @@ from .engine import Engine
 from .memory import GIB, ledger
 from .trainer_args import ColocateGRPOConfig
 
-# %% ../nbs/23c_bench_memory.ipynb #6272c0cb
+# %% ../nbs/23c_bench_memory.ipynb #218f5ef3
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-# %% ../nbs/23c_bench_memory.ipynb #ee89ff06
+# %% ../nbs/23c_bench_memory.ipynb #4fad2931
 SIZES = dict(prompt=96, completion=256, batch=8, kv=8 * GIB) #: tokens, tokens, sequences, bytes
 
 def _config(folder, small, **more):
@@ -44,7 +44,7 @@ def _data(small):
 
 def _reward(completions, **columns): return [float(len(c) % 3) for c in completions]
 
-# %% ../nbs/23c_bench_memory.ipynb #99cd3804
+# %% ../nbs/23c_bench_memory.ipynb #c51ee4ad
 @contextlib.contextmanager
 def peak_of():
     """Context with a dict: `begin()` counts from then on, and at the end `bytes` is the highest that this process held on the
@@ -61,7 +61,7 @@ def peak_of():
         free, total = torch.cuda.mem_get_info()
         found["bytes"] = torch.cuda.max_memory_allocated() - before + (total - free) - torch.cuda.memory_reserved()
 
-# %% ../nbs/23c_bench_memory.ipynb #b1f820f2
+# %% ../nbs/23c_bench_memory.ipynb #4de7cf75
 def peak_row(
     shape:str, # a key of `SHAPES`, or "toy"
     lora:bool, # rank 16 on all linear layers, folded, or everything
@@ -83,13 +83,14 @@ def peak_row(
                held=gib(held), budget={phase: gib(row) for phase, row in budget.table.items()})
     return row | dict(ours=None if peak["bytes"] is None else [peak["bytes"] / GIB])
 
-# %% ../nbs/23c_bench_memory.ipynb #bd517c9e
+# %% ../nbs/23c_bench_memory.ipynb #4b3ad3cb
 class _SecondStep(TrainerCallback):
     "What the start needed does not count: peaks begin with the second step."
     def __init__(self, begin): self.begin = begin
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1: self.begin()
 
+# %% ../nbs/23c_bench_memory.ipynb #535da477
 def _lora_steps(who, shape):
     "Two LoRA steps by `who`: peak of the second without the KV cache (None on a CPU), size of the base, bytes; the ledger."
     small, tokenizer, fixed = shape == "toy", toys.toy_tokenizer(), dict(enforce_eager=True)
@@ -110,7 +111,7 @@ def _lora_steps(who, shape):
     trainer.close(say=False) if who == "ours" else compat.shut_down(llm)
     return peak["bytes"] and peak["bytes"] - kv, base, {owner: size / GIB for owner, size in held.items()}
 
-# %% ../nbs/23c_bench_memory.ipynb #802d88b5
+# %% ../nbs/23c_bench_memory.ipynb #a68c4330
 def one_base_row(
     shape:str, # a key of `SHAPES`, or "toy"
 ) -> dict: # peaks in GiB, ours and TRL's, and the size of the base
@@ -122,7 +123,7 @@ def one_base_row(
         gc.collect()
     return row
 
-# %% ../nbs/23c_bench_memory.ipynb #a223bb76
+# %% ../nbs/23c_bench_memory.ipynb #09e5d770
 def _pcie(size):
     "ms of copies of `size` bytes from the GPU to pinned memory."
     host, device = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -131,7 +132,7 @@ def _pcie(size):
     torch.cuda.empty_cache()
     return times
 
-# %% ../nbs/23c_bench_memory.ipynb #b3d16d17
+# %% ../nbs/23c_bench_memory.ipynb #63f1e7dc
 def sleep_rows(
     shape:str,     # a key of `SHAPES`
     repeats:int=3, # of each level, after the first
@@ -154,7 +155,7 @@ def sleep_rows(
             rows.append(row)
     return rows
 
-# %% ../nbs/23c_bench_memory.ipynb #c8cbe2d0
+# %% ../nbs/23c_bench_memory.ipynb #b6a83832
 def _resident():
     "Bytes of main memory that this process holds."
     with open("/proc/self/statm") as f: return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -178,7 +179,7 @@ def teardown_row(
         if time.monotonic() > end: break
     return dict(case="teardown_toy", metric="held after close", unit="MiB", ours=gpu, main_memory=main)
 
-# %% ../nbs/23c_bench_memory.ipynb #8d64869a
+# %% ../nbs/23c_bench_memory.ipynb #2534bb25
 def memory_claims(
     rows:list[dict], # of the functions above
 ) -> dict[str, float]: # claim -> number

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPTIONS', 'option', 'level_for', 'EngineGeneration', 'call_seed', 'runs']
 
-# %% ../nbs/06c_generation.ipynb #35f83623
+# %% ../nbs/06c_generation.ipynb #cccf3771
 import contextlib, warnings
 from itertools import groupby
 
@@ -25,7 +25,7 @@ from .rollouts import Rollouts
 from .sleep import collect
 from .weights import WeightSync
 
-# %% ../nbs/06c_generation.ipynb #ae8a44a2
+# %% ../nbs/06c_generation.ipynb #fc8a6acb
 OPTIONS = dict(lora_sync="fold", one_base=True, sleep_level=None, verify="probe", offload_optimizer=False, engine_args=None,
                engine_dtype="auto") #: option -> what it is for a plain `GRPOConfig`
 
@@ -36,7 +36,7 @@ def option(
     "An option, or what TRL's own configuration amounts to."
     return getattr(args, name, OPTIONS[name])
 
-# %% ../nbs/06c_generation.ipynb #6ee3dea9
+# %% ../nbs/06c_generation.ipynb #a361e7b5
 def level_for(
     args,               # `GRPOConfig` or `ColocateGRPOConfig`
     model,              # the policy
@@ -56,7 +56,7 @@ def level_for(
         level = warnings.warn(f"no memory budget for this model ({e}): sleep_level=2") or 2
     return "kv" if shared and level in (1, 2) else level
 
-# %% ../nbs/06c_generation.ipynb #674c5915
+# %% ../nbs/06c_generation.ipynb #f9d5b836
 class EngineGeneration(compat.vllm_generation()):
     "Stands where TRL's `VLLMGeneration` stands: `sync_weights()` and `generate()`, on an `Engine`."
     def __init__(self,
@@ -66,7 +66,7 @@ class EngineGeneration(compat.vllm_generation()):
         self.trainer, self._calls = trainer, {}
         super().__init__(**kwargs)
 
-# %% ../nbs/06c_generation.ipynb #0103b898
+# %% ../nbs/06c_generation.ipynb #31f7a9d8
 @patch
 def _init_vllm(self:EngineGeneration):
     args, asked = self.trainer.args, option(self.trainer.args, "engine_args") or {}
@@ -85,7 +85,7 @@ def _init_vllm(self:EngineGeneration):
     self.engine.sleep(self._level)
     self.accelerator.wait_for_everyone()
 
-# %% ../nbs/06c_generation.ipynb #f686bde3
+# %% ../nbs/06c_generation.ipynb #3b967bc2
 @patch
 def _gpu_settings(self:EngineGeneration, args):
     "Engine arguments that only a GPU has, and the level at which the engine sleeps there."
@@ -102,7 +102,7 @@ def _set_lora(self:EngineGeneration, lora):
     self._sync = WeightSync(self.engine, self.model, lora)
     self._probe, self._proven = Probe(self._sync), None
 
-# %% ../nbs/06c_generation.ipynb #6d719fcd
+# %% ../nbs/06c_generation.ipynb #3c735f35
 @patch(as_prop=True)
 def llm(self:EngineGeneration): # the `vllm.LLM`; TRL's tool loop reads the context length from it
     "The vLLM that samples."
@@ -114,6 +114,7 @@ def begin(self:EngineGeneration):
     collect()  # a former trainer's policy
     self._calls, self._sync.plan = {}, None
 
+# %% ../nbs/06c_generation.ipynb #e1240abe
 @patch
 def sync_weights(self:EngineGeneration):
     "Copy the policy into the engine, waking its weights first if they sleep, and look whether it is there."
@@ -130,7 +131,7 @@ def sync_weights(self:EngineGeneration):
         self._probe.forget()  # it would keep the memory that is given back
         OneBase(self._sync).share()
 
-# %% ../nbs/06c_generation.ipynb #8445b348
+# %% ../nbs/06c_generation.ipynb #269b8eeb
 @patch
 def _prove(self:EngineGeneration):
     "With the engine awake: measure if that is still to be done, and compare log-probs."
@@ -146,7 +147,7 @@ def _prove(self:EngineGeneration):
     with self.trainer.trace.span("verify", how="log-probs") as span: span.add(gap_nats=self._probe.compare())
     self._proven = self._sync.plan
 
-# %% ../nbs/06c_generation.ipynb #fe0de8ed
+# %% ../nbs/06c_generation.ipynb #45bbc6c9
 @patch
 def _sampling(self:EngineGeneration):
     "TRL's generation options as fields of vLLM's `SamplingParams`."
@@ -159,7 +160,7 @@ def _sampling(self:EngineGeneration):
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields
 
-# %% ../nbs/06c_generation.ipynb #c512d77f
+# %% ../nbs/06c_generation.ipynb #9b37abf1
 def call_seed(
     seed:int,       # `args.seed`
     step:int,       # optimizer steps so far
@@ -180,7 +181,7 @@ def _engine_call(self:EngineGeneration, prompts, n, sampling):
     self._calls[training] = call + 1
     return r
 
-# %% ../nbs/06c_generation.ipynb #1d7a7897
+# %% ../nbs/06c_generation.ipynb #d4d3c01d
 def runs(
     prompts:list, # prompts, equal ones next to each other
 ) -> tuple[list, int]: # prompts to ask, and completions of each; (prompts, 1) when the repetitions differ in number
@@ -189,7 +190,7 @@ def runs(
     n = groups[0][1] if groups else 1
     return ([p for p, _ in groups], n) if all(c == n for _, c in groups) else (list(prompts), 1)
 
-# %% ../nbs/06c_generation.ipynb #d60f7add
+# %% ../nbs/06c_generation.ipynb #7acb80a8
 @patch
 def _shared(self:EngineGeneration, prompts):
     "The prompts of all ranks that share this engine, and where this rank's begin."
@@ -199,7 +200,7 @@ def _shared(self:EngineGeneration, prompts):
     torch.distributed.all_gather_object(parts, prompts, group=group)
     return [p for part in parts for p in part], sum(map(len, parts[:torch.distributed.get_rank(group)]))
 
-# %% ../nbs/06c_generation.ipynb #570f1917
+# %% ../nbs/06c_generation.ipynb #bfebf308
 @patch
 @contextlib.contextmanager
 def _awake(self:EngineGeneration):
@@ -210,7 +211,7 @@ def _awake(self:EngineGeneration):
         self._prove()
         yield
 
-# %% ../nbs/06c_generation.ipynb #87bfda8f
+# %% ../nbs/06c_generation.ipynb #9c4d0a2f
 @patch
 def generate(self:EngineGeneration,
     prompts:list[list[int]],  # this rank's prompts, each repeated as often as it is to be completed
@@ -232,7 +233,7 @@ def _with_images(prompt, images):
     data = images if images and len(images) > 1 else images and images[0]
     return dict(prompt_token_ids=prompt) | (dict(multi_modal_data=dict(image=data)) if images else {})
 
-# %% ../nbs/06c_generation.ipynb #50c2d6be
+# %% ../nbs/06c_generation.ipynb #87a9dd99
 @patch
 def sample(self:EngineGeneration,
     prompts:list[list[int]], # prompts: token ids
