@@ -624,5 +624,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'grpo_colab.writes._kind': ('writes.html#_kind', 'grpo_colab/writes.py'),
                                    'grpo_colab.writes._matrix': ('writes.html#_matrix', 'grpo_colab/writes.py'),
                                    'grpo_colab.writes._row': ('writes.html#_row', 'grpo_colab/writes.py'),
+                                   'grpo_colab.writes._takes': ('writes.html#_takes', 'grpo_colab/writes.py'),
                                    'grpo_colab.writes._tiles': ('writes.html#_tiles', 'grpo_colab/writes.py'),
                                    'grpo_colab.writes._wrong': ('writes.html#_wrong', 'grpo_colab/writes.py')}}}

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['fold_writes', 'WeightSync']
 
-# %% ../nbs/05_weights.ipynb #75eddbb6
+# %% ../nbs/05_weights.ipynb #d8a8e906
 import torch
 from fastcore.basics import patch
 
@@ -17,7 +17,7 @@ from .slot import Slot
 from .vllm_args import check_loaded
 from .writes import Write, Writes
 
-# %% ../nbs/05_weights.ipynb #1e2364d1
+# %% ../nbs/05_weights.ipynb #1c9631b3
 def _rectangle(move):
     "The rows and columns of a matrix that a move takes, or None when it is no rectangle."
     (shape, stride), offset = move.layout, move.offset
@@ -37,7 +37,7 @@ def fold_writes(
     return [Write(m.dest, weight[rows, columns], a.data[:, columns], b.data[rows], scale)
             for m, (rows, columns) in zip(moves, parts)]
 
-# %% ../nbs/05_weights.ipynb #f0a58d33
+# %% ../nbs/05_weights.ipynb #9604b5f4
 class WeightSync:
     "Brings an engine to the policy's weights. Not for policies in shards: those are gathered and loaded."
     def __init__(self,
@@ -47,7 +47,7 @@ class WeightSync:
     ):
         "Raises `ValueError` for an adapter that does not fit a slot, when it is to go there."
         if lora not in ("fold", "slot"): raise ValueError(f"lora={lora!r}: 'fold' or 'slot'")
-        self.engine, self.model, self.lora, self.plan, self.shared = engine, model, lora, None, []
+        self.engine, self.model, self.lora, self.plan, self._layers = engine, model, lora, None, []
         if lora == "slot": Slot(engine, model)  # does it fit?
 
     @torch.no_grad()
@@ -63,7 +63,7 @@ class WeightSync:
             span.add(bytes=size, whole=whole, planned=not new)
         return size
 
-# %% ../nbs/05_weights.ipynb #0648c79f
+# %% ../nbs/05_weights.ipynb #e7146be9
 @patch
 def _first(self:WeightSync, module):
     "Load the base as vLLM does, write down where it went, and prepare the writes of later syncs."
@@ -85,14 +85,14 @@ def _first(self:WeightSync, module):
     self._state = self._now()
     return tally["bytes"]
 
-# %% ../nbs/05_weights.ipynb #f9be1ec0
+# %% ../nbs/05_weights.ipynb #a044a0f4
 def _read(layers, merged):
     "Bytes of the weights and factors that are folded."
     left = {name for name, _ in merged}
     tensors = [t for n, layer in layers if n not in left for t in (layer.get_base_layer().weight, *lora_factors(layer)[:2])]
     return sum(t.numel() * t.element_size() for t in tensors)
 
-# %% ../nbs/05_weights.ipynb #700f09b2
+# %% ../nbs/05_weights.ipynb #3520b6ec
 @patch
 def _now(self:WeightSync):
     "What the prepared writes rest on: where the trained tensors are, and which adapters are on."
@@ -109,7 +109,7 @@ def _frozen(self:WeightSync, module):
     self._load(module, rest)
     return sum(t.numel() * t.element_size() for _, t in frozen)
 
-# %% ../nbs/05_weights.ipynb #ae983150
+# %% ../nbs/05_weights.ipynb #77c18710
 @patch
 def _write(self:WeightSync, module, version, whole):
     "What is trained, and the adapters; bytes read."

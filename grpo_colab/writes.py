@@ -5,20 +5,20 @@
 # %% auto #0
 __all__ = ['Write', 'Writes']
 
-# %% ../nbs/03g_writes.ipynb #a8ccb0aa
+# %% ../nbs/03g_writes.ipynb #51804902
 from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
 from fastcore.basics import patch
 
-# %% ../nbs/03g_writes.ipynb #711fcab6
+# %% ../nbs/03g_writes.ipynb #9b6b8f52
 try:
     import triton
     import triton.language as tl
 except ImportError: triton = None  # PyTorch for CPUs comes without
 
-# %% ../nbs/03g_writes.ipynb #11efbf17
+# %% ../nbs/03g_writes.ipynb #bc1d478a
 @dataclass(frozen=True)
 class Write:
     "dest = source + scale·b·a; without factors dest = scale·source. Other dtypes are converted."
@@ -39,7 +39,7 @@ class Write:
         if self.a is None and self.scale == 1: return 0.
         return {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(self.dest.dtype, 1e-3)
 
-# %% ../nbs/03g_writes.ipynb #c4b72e3c
+# %% ../nbs/03g_writes.ipynb #f1a26e05
 if triton:
     @triton.jit
     def _kernel(table, scales, tiles, RANK: tl.constexpr, SCALED: tl.constexpr, FOLD: tl.constexpr, DEST: tl.constexpr,
@@ -65,7 +65,7 @@ if triton:
             x = x + tl.load(scales + write) * ab
         tl.store(dest + m[:, None] * ds + n[None, :], x.to(DEST), mask=here)
 
-# %% ../nbs/03g_writes.ipynb #2c152490
+# %% ../nbs/03g_writes.ipynb #6205fcdb
 if triton:
     @triton.jit
     def _product(a, b, m, n, r, rows, columns, rank, stride, SOURCE: tl.constexpr):
@@ -77,11 +77,13 @@ if triton:
 
 _TILE = 32, 256  # the fastest of eight shapes tried on an H200
 
-# %% ../nbs/03g_writes.ipynb #77624c97
+# %% ../nbs/03g_writes.ipynb #7e0603a3
 def _matrix(t):
     "As [rows, columns] with columns next to each other in memory, or None."
     if t.dim() != 2: t = t.reshape(-1, t.shape[-1] if t.dim() else 1) if t.is_contiguous() else None
     return t if t is not None and t.numel() and (t.stride(1) == 1 or t.shape[1] == 1) else None
+
+def _takes(w): return triton and w.dest.is_cuda and w.source.device == w.dest.device
 
 def _row(w):
     "What the kernel's table holds of a write, or None when the kernel cannot do it."
@@ -99,7 +101,7 @@ def _kind(w, row):
     rank = max(16, 1 << (row[8] - 1).bit_length()) if row[8] else 16
     return w.dest.dtype, w.source.dtype, w.a.dtype if w.a is not None else None, rank, w.a is None and w.scale != 1, aligned
 
-# %% ../nbs/03g_writes.ipynb #7ead54e0
+# %% ../nbs/03g_writes.ipynb #b0c79ce3
 def _tiles(rows):
     "[tiles, 3] int32: which write, which tile downwards, which across."
     parts = []
@@ -109,7 +111,7 @@ def _tiles(rows):
         parts.append(torch.stack([torch.full_like(at, i), at // across, at % across], dim=1))
     return torch.cat(parts).int()
 
-# %% ../nbs/03g_writes.ipynb #4454bc88
+# %% ../nbs/03g_writes.ipynb #78a11d4b
 class _Launch:
     "Writes of one kind, and where they stand in the whole list."
     def __init__(self, kind, rows, scales, places, device):
@@ -128,7 +130,7 @@ class _Launch:
         _sample[(len(bad),)](self.table, self.scales, bad, seed, off, **self.kind, NUMBERS=64)
         return bad
 
-# %% ../nbs/03g_writes.ipynb #36c5fbd1
+# %% ../nbs/03g_writes.ipynb #737ea30f
 class Writes:
     "Writes that are repeated: looked at once, then run in as few launches as there are kinds."
     def __init__(self,
@@ -140,7 +142,7 @@ class Writes:
             if w.dest.shape != w.source.shape: raise ValueError(f"{w.source.shape} cannot be written to {w.dest.shape}")
         kinds = defaultdict(list)
         for place, w in enumerate(self.writes):
-            row = _row(w) if triton and w.dest.is_cuda and w.source.device == w.dest.device else None
+            row = _row(w) if _takes(w) else None
             if row: kinds[_kind(w, row)].append((row, w.scale, place))
             else: self.rest.append(w)
         device = self.writes[0].dest.device if self.writes else None
@@ -148,7 +150,7 @@ class Writes:
         self.copies = [w for w in self.rest if w.a is None and w.scale == 1]
         self.rest = [w for w in self.rest if w.a is not None or w.scale != 1]
 
-# %% ../nbs/03g_writes.ipynb #fa213cb2
+# %% ../nbs/03g_writes.ipynb #6b69b407
 @patch
 @torch.no_grad()
 def run(self:Writes):
@@ -157,7 +159,7 @@ def run(self:Writes):
     if self.copies: torch._foreach_copy_([w.dest for w in self.copies], [w.source for w in self.copies])
     for w in self.rest: w.dest.copy_(w.value())
 
-# %% ../nbs/03g_writes.ipynb #2ed519b7
+# %% ../nbs/03g_writes.ipynb #9d9ce027
 if triton:
     @triton.jit
     def _sample(table, scales, bad, seed, off, SCALED: tl.constexpr, FOLD: tl.constexpr, DEST: tl.constexpr,
@@ -182,7 +184,7 @@ if triton:
         good = tl.abs(found - x) <= off * (tl.abs(x) + 1e-3 * summands)  # false for NaN
         tl.store(bad + write, tl.sum(1 - good.to(tl.int32), axis=0))
 
-# %% ../nbs/03g_writes.ipynb #d98fe6a8
+# %% ../nbs/03g_writes.ipynb #111922b0
 def _wrong(w, numbers, rng):
     "How many of `numbers` random numbers of a write, or of all for None, are not there; by PyTorch."
     found, value, summands = w.dest, w.value().to(w.dest.device, w.dest.dtype), w.source.abs().to(w.dest.device)
@@ -192,7 +194,7 @@ def _wrong(w, numbers, rng):
         found, value, summands = (t.reshape(-1)[at] for t in (found, value, summands))
     return (~((found.float() - value.float()).abs() <= w.off() * (value.abs().float() + 1e-3 * summands.float()))).sum()
 
-# %% ../nbs/03g_writes.ipynb #e3146058
+# %% ../nbs/03g_writes.ipynb #ac7ce7d9
 @patch
 @torch.no_grad()
 def differ(self:Writes,
