@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GAPS', 'expected', 'Probe']
 
-# %% ../nbs/05a_probe.ipynb #bb83400c
+# %% ../nbs/05a_probe.ipynb #eb9214ae
 import torch
 from fastcore.basics import patch
 
@@ -15,7 +15,7 @@ from .vllm_args import EngineError
 from .weights import WeightSync, fold_writes
 from .writes import Write, Writes
 
-# %% ../nbs/05a_probe.ipynb #af7cf09b
+# %% ../nbs/05a_probe.ipynb #49898276
 def _same_memory(write): return write.dest.data_ptr() == write.source.data_ptr()  # one base: nothing to compare
 
 def expected(
@@ -31,7 +31,7 @@ def expected(
     if sync.lora == "slot" and sync._slot.copies: found += zip(sync._slot.names, sync._slot.copies.writes)
     return found
 
-# %% ../nbs/05a_probe.ipynb #95070e0e
+# %% ../nbs/05a_probe.ipynb #673f8c76
 class Probe:
     "Looks whether an engine holds a policy. Raises `EngineError` naming what it does not, and then it must not sample."
     def __init__(self,
@@ -51,7 +51,7 @@ class Probe:
         self._names, writes = zip(*expected(self.sync), *self._buffers)
         self._writes, self._plan = Writes(writes), self.sync.plan
 
-# %% ../nbs/05a_probe.ipynb #49b16a46
+# %% ../nbs/05a_probe.ipynb #d8c3adb5
 @patch
 @torch.no_grad()
 def check(self:Probe,
@@ -66,7 +66,7 @@ def check(self:Probe,
     self._refuse({self._names[i] for i in self._writes.differ(numbers, self.looks)} | self._merged(numbers))
     return len(self._names)
 
-# %% ../nbs/05a_probe.ipynb #8afbff6e
+# %% ../nbs/05a_probe.ipynb #33deaa1c
 @patch
 def _merged(self:Probe, numbers):
     "Of the layers that PEFT merges: one, in turn, or all. Names that are wrong."
@@ -86,7 +86,7 @@ def _refuse(self:Probe, wrong):
     raise EngineError(f"after the sync the engine {self.sync.engine.broken[3:]}. Sync again; if that does not help, this "
                       "policy's weights change while they are copied, or the plan is wrong: sync.plan = None makes a new one")
 
-# %% ../nbs/05a_probe.ipynb #d6324614
+# %% ../nbs/05a_probe.ipynb #61d92c8d
 GAPS = {torch.float32: .03, torch.bfloat16: .5, torch.float16: .2} #: nats: larger is no rounding
 
 @patch
