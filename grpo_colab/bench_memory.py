@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SIZES', 'peak_of', 'peak_row', 'one_base_row', 'sleep_rows', 'teardown_row', 'memory_claims']
 
-# %% ../nbs/23c_bench_memory.ipynb #6aadecf7
+# %% ../nbs/23c_bench_memory.ipynb #8ca27eda
 import contextlib, gc, os, statistics, tempfile, time
 from functools import partial
 from unittest.mock import patch as replaced
@@ -20,12 +20,13 @@ from .colocate import ColocateGRPOTrainer
 from .engine import Engine
 from .memory import GIB, ledger
 from .trainer_args import ColocateGRPOConfig
+from .vllm_args import real_stdout
 
-# %% ../nbs/23c_bench_memory.ipynb #218f5ef3
+# %% ../nbs/23c_bench_memory.ipynb #7d3d0f3d
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-# %% ../nbs/23c_bench_memory.ipynb #4fad2931
+# %% ../nbs/23c_bench_memory.ipynb #5cc4924f
 SIZES = dict(prompt=96, completion=256, batch=8, kv=8 * GIB) #: tokens, tokens, sequences, bytes
 
 def _config(folder, small, **more):
@@ -44,7 +45,7 @@ def _data(small):
 
 def _reward(completions, **columns): return [float(len(c) % 3) for c in completions]
 
-# %% ../nbs/23c_bench_memory.ipynb #c51ee4ad
+# %% ../nbs/23c_bench_memory.ipynb #16172bb9
 @contextlib.contextmanager
 def peak_of():
     """Context with a dict: `begin()` counts from then on, and at the end `bytes` is the highest that this process held on the
@@ -61,7 +62,7 @@ def peak_of():
         free, total = torch.cuda.mem_get_info()
         found["bytes"] = torch.cuda.max_memory_allocated() - before + (total - free) - torch.cuda.memory_reserved()
 
-# %% ../nbs/23c_bench_memory.ipynb #4de7cf75
+# %% ../nbs/23c_bench_memory.ipynb #2a9a52ca
 def peak_row(
     shape:str, # a key of `SHAPES`, or "toy"
     lora:bool, # rank 16 on all linear layers, folded, or everything
@@ -83,19 +84,19 @@ def peak_row(
                held=gib(held), budget={phase: gib(row) for phase, row in budget.table.items()})
     return row | dict(ours=None if peak["bytes"] is None else [peak["bytes"] / GIB])
 
-# %% ../nbs/23c_bench_memory.ipynb #4b3ad3cb
+# %% ../nbs/23c_bench_memory.ipynb #0487323d
 class _SecondStep(TrainerCallback):
     "What the start needed does not count: peaks begin with the second step."
     def __init__(self, begin): self.begin = begin
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1: self.begin()
 
-# %% ../nbs/23c_bench_memory.ipynb #535da477
+# %% ../nbs/23c_bench_memory.ipynb #4b32ca13
 def _lora_steps(who, shape):
     "Two LoRA steps by `who`: peak of the second without the KV cache (None on a CPU), size of the base, bytes; the ledger."
     small, tokenizer, fixed = shape == "toy", toys.toy_tokenizer(), dict(enforce_eager=True)
     if not compat.on_cpu(): fixed["kv_cache_memory_bytes"] = SIZES["kv"]
-    with tempfile.TemporaryDirectory() as folder, peak_of() as peak, compat.trl_llm(**fixed):
+    with tempfile.TemporaryDirectory() as folder, peak_of() as peak, compat.trl_llm(**fixed), real_stdout():
         model = random_policy(shape)
         base = sum(p.numel() * p.element_size() for p in model.parameters())
         toys.save_toy(folder, model, tokenizer)
@@ -111,7 +112,7 @@ def _lora_steps(who, shape):
     trainer.close(say=False) if who == "ours" else compat.shut_down(llm)
     return peak["bytes"] and peak["bytes"] - kv, base, {owner: size / GIB for owner, size in held.items()}
 
-# %% ../nbs/23c_bench_memory.ipynb #a68c4330
+# %% ../nbs/23c_bench_memory.ipynb #aafb17ab
 def one_base_row(
     shape:str, # a key of `SHAPES`, or "toy"
 ) -> dict: # peaks in GiB, ours and TRL's, and the size of the base
@@ -123,7 +124,7 @@ def one_base_row(
         gc.collect()
     return row
 
-# %% ../nbs/23c_bench_memory.ipynb #09e5d770
+# %% ../nbs/23c_bench_memory.ipynb #3b5677c4
 def _pcie(size):
     "ms of copies of `size` bytes from the GPU to pinned memory."
     host, device = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -132,7 +133,7 @@ def _pcie(size):
     torch.cuda.empty_cache()
     return times
 
-# %% ../nbs/23c_bench_memory.ipynb #63f1e7dc
+# %% ../nbs/23c_bench_memory.ipynb #8eca2c50
 def sleep_rows(
     shape:str,     # a key of `SHAPES`
     repeats:int=3, # of each level, after the first
@@ -155,7 +156,7 @@ def sleep_rows(
             rows.append(row)
     return rows
 
-# %% ../nbs/23c_bench_memory.ipynb #b6a83832
+# %% ../nbs/23c_bench_memory.ipynb #c206269a
 def _resident():
     "Bytes of main memory that this process holds."
     with open("/proc/self/statm") as f: return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -179,7 +180,7 @@ def teardown_row(
         if time.monotonic() > end: break
     return dict(case="teardown_toy", metric="held after close", unit="MiB", ours=gpu, main_memory=main)
 
-# %% ../nbs/23c_bench_memory.ipynb #2534bb25
+# %% ../nbs/23c_bench_memory.ipynb #da14521b
 def memory_claims(
     rows:list[dict], # of the functions above
 ) -> dict[str, float]: # claim -> number
