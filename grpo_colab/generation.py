@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPTIONS', 'option', 'level_for', 'EngineGeneration', 'call_seed', 'runs']
 
-# %% ../nbs/06c_generation.ipynb #cccf3771
+# %% ../nbs/06c_generation.ipynb #36614af9
 import contextlib, warnings
 from itertools import groupby
 
@@ -25,7 +25,7 @@ from .rollouts import Rollouts
 from .sleep import collect
 from .weights import WeightSync
 
-# %% ../nbs/06c_generation.ipynb #fc8a6acb
+# %% ../nbs/06c_generation.ipynb #c9ea85f0
 OPTIONS = dict(lora_sync="fold", one_base=True, sleep_level=None, verify="probe", offload_optimizer=False, engine_args=None,
                engine_dtype="auto") #: option -> what it is for a plain `GRPOConfig`
 
@@ -36,7 +36,7 @@ def option(
     "An option, or what TRL's own configuration amounts to."
     return getattr(args, name, OPTIONS[name])
 
-# %% ../nbs/06c_generation.ipynb #a361e7b5
+# %% ../nbs/06c_generation.ipynb #77089610
 def level_for(
     args,               # `GRPOConfig` or `ColocateGRPOConfig`
     model,              # the policy
@@ -51,12 +51,12 @@ def level_for(
         asks = option(args, "engine_args") or {}
         offload = option(args, "offload_optimizer")
         level = sleep_level(estimate(model, args, engine=asks, total=total, offload_optimizer=offload), total)
-    except TooLittleMemory as e: level = warnings.warn(str(e)) or 2
     except (ValueError, AttributeError, KeyError, TypeError) as e:
-        level = warnings.warn(f"no memory budget for this model ({e}): sleep_level=2") or 2
+        warnings.warn(str(e) if isinstance(e, TooLittleMemory) else f"no memory budget for this model ({e}): sleep_level=2")
+        level = 2
     return "kv" if shared and level in (1, 2) else level
 
-# %% ../nbs/06c_generation.ipynb #f9d5b836
+# %% ../nbs/06c_generation.ipynb #a1ea52de
 class EngineGeneration(compat.vllm_generation()):
     "Stands where TRL's `VLLMGeneration` stands: `sync_weights()` and `generate()`, on an `Engine`."
     def __init__(self,
@@ -66,7 +66,7 @@ class EngineGeneration(compat.vllm_generation()):
         self.trainer, self._calls = trainer, {}
         super().__init__(**kwargs)
 
-# %% ../nbs/06c_generation.ipynb #31f7a9d8
+# %% ../nbs/06c_generation.ipynb #4a7b1a9a
 @patch
 def _init_vllm(self:EngineGeneration):
     args, asked = self.trainer.args, option(self.trainer.args, "engine_args") or {}
@@ -85,7 +85,7 @@ def _init_vllm(self:EngineGeneration):
     self.engine.sleep(self._level)
     self.accelerator.wait_for_everyone()
 
-# %% ../nbs/06c_generation.ipynb #3b967bc2
+# %% ../nbs/06c_generation.ipynb #66cdc90e
 @patch
 def _gpu_settings(self:EngineGeneration, args):
     "Engine arguments that only a GPU has, and the level at which the engine sleeps there."
@@ -98,11 +98,11 @@ def _gpu_settings(self:EngineGeneration, args):
 @patch
 def _set_lora(self:EngineGeneration, lora):
     "From now on adapters go this way."
-    if self.engine.lent: self.engine.lent.give_back()
+    self.engine._take_back()
     self._sync = WeightSync(self.engine, self.model, lora)
     self._probe, self._proven = Probe(self._sync), None
 
-# %% ../nbs/06c_generation.ipynb #3c735f35
+# %% ../nbs/06c_generation.ipynb #b5b649a4
 @patch(as_prop=True)
 def llm(self:EngineGeneration): # the `vllm.LLM`; TRL's tool loop reads the context length from it
     "The vLLM that samples."
@@ -114,11 +114,11 @@ def begin(self:EngineGeneration):
     collect()  # a former trainer's policy
     self._calls, self._sync.plan = {}, None
 
-# %% ../nbs/06c_generation.ipynb #e1240abe
+# %% ../nbs/06c_generation.ipynb #13f91dff
 @patch
 def sync_weights(self:EngineGeneration):
     "Copy the policy into the engine, waking its weights first if they sleep, and look whether it is there."
-    if "weights" in self.engine.asleep: self.engine.wake("weights")
+    self.engine.wake("weights")  # if they sleep
     version, dist = self.trainer.state.global_step, self._dist
     if dist.is_fsdp or dist.is_zero3:  # shards: TRL walks FSDP's, ZeRO's are gathered one by one
         weights = self._iter_named_params() if dist.is_fsdp else policy_weights(self.model, dist.gather_params)
@@ -131,7 +131,7 @@ def sync_weights(self:EngineGeneration):
         self._probe.forget()  # it would keep the memory that is given back
         OneBase(self._sync).share()
 
-# %% ../nbs/06c_generation.ipynb #269b8eeb
+# %% ../nbs/06c_generation.ipynb #4ff7f673
 @patch
 def _prove(self:EngineGeneration):
     "With the engine awake: measure if that is still to be done, and compare log-probs."
@@ -147,7 +147,7 @@ def _prove(self:EngineGeneration):
     with self.trainer.trace.span("verify", how="log-probs") as span: span.add(gap_nats=self._probe.compare())
     self._proven = self._sync.plan
 
-# %% ../nbs/06c_generation.ipynb #45bbc6c9
+# %% ../nbs/06c_generation.ipynb #34267ce2
 @patch
 def _sampling(self:EngineGeneration):
     "TRL's generation options as fields of vLLM's `SamplingParams`."
@@ -160,7 +160,7 @@ def _sampling(self:EngineGeneration):
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields
 
-# %% ../nbs/06c_generation.ipynb #9b37abf1
+# %% ../nbs/06c_generation.ipynb #2db87d24
 def call_seed(
     seed:int,       # `args.seed`
     step:int,       # optimizer steps so far
@@ -181,7 +181,7 @@ def _engine_call(self:EngineGeneration, prompts, n, sampling):
     self._calls[training] = call + 1
     return r
 
-# %% ../nbs/06c_generation.ipynb #d4d3c01d
+# %% ../nbs/06c_generation.ipynb #f0a5f7b7
 def runs(
     prompts:list, # prompts, equal ones next to each other
 ) -> tuple[list, int]: # prompts to ask, and completions of each; (prompts, 1) when the repetitions differ in number
@@ -190,7 +190,7 @@ def runs(
     n = groups[0][1] if groups else 1
     return ([p for p, _ in groups], n) if all(c == n for _, c in groups) else (list(prompts), 1)
 
-# %% ../nbs/06c_generation.ipynb #7acb80a8
+# %% ../nbs/06c_generation.ipynb #c915e72e
 @patch
 def _shared(self:EngineGeneration, prompts):
     "The prompts of all ranks that share this engine, and where this rank's begin."
@@ -200,7 +200,7 @@ def _shared(self:EngineGeneration, prompts):
     torch.distributed.all_gather_object(parts, prompts, group=group)
     return [p for part in parts for p in part], sum(map(len, parts[:torch.distributed.get_rank(group)]))
 
-# %% ../nbs/06c_generation.ipynb #bfebf308
+# %% ../nbs/06c_generation.ipynb #266c727b
 @patch
 @contextlib.contextmanager
 def _awake(self:EngineGeneration):
@@ -211,7 +211,7 @@ def _awake(self:EngineGeneration):
         self._prove()
         yield
 
-# %% ../nbs/06c_generation.ipynb #9c4d0a2f
+# %% ../nbs/06c_generation.ipynb #f8032e76
 @patch
 def generate(self:EngineGeneration,
     prompts:list[list[int]],  # this rank's prompts, each repeated as often as it is to be completed
@@ -233,7 +233,7 @@ def _with_images(prompt, images):
     data = images if images and len(images) > 1 else images and images[0]
     return dict(prompt_token_ids=prompt) | (dict(multi_modal_data=dict(image=data)) if images else {})
 
-# %% ../nbs/06c_generation.ipynb #87a9dd99
+# %% ../nbs/06c_generation.ipynb #ca905dce
 @patch
 def sample(self:EngineGeneration,
     prompts:list[list[int]], # prompts: token ids

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['GAPS', 'expected', 'Probe']
 
-# %% ../nbs/05a_probe.ipynb #eb9214ae
+# %% ../nbs/05a_probe.ipynb #4f9e44af
 import torch
 from fastcore.basics import patch
 
@@ -15,7 +15,7 @@ from .vllm_args import EngineError
 from .weights import WeightSync, fold_writes
 from .writes import Write, Writes
 
-# %% ../nbs/05a_probe.ipynb #49898276
+# %% ../nbs/05a_probe.ipynb #79656462
 def _same_memory(write): return write.dest.data_ptr() == write.source.data_ptr()  # one base: nothing to compare
 
 def expected(
@@ -31,7 +31,7 @@ def expected(
     if sync.lora == "slot" and sync._slot.copies: found += zip(sync._slot.names, sync._slot.copies.writes)
     return found
 
-# %% ../nbs/05a_probe.ipynb #673f8c76
+# %% ../nbs/05a_probe.ipynb #71cffe3b
 class Probe:
     "Looks whether an engine holds a policy. Raises `EngineError` naming what it does not, and then it must not sample."
     def __init__(self,
@@ -51,7 +51,7 @@ class Probe:
         self._names, writes = zip(*expected(self.sync), *self._buffers)
         self._writes, self._plan = Writes(writes), self.sync.plan
 
-# %% ../nbs/05a_probe.ipynb #d8c3adb5
+# %% ../nbs/05a_probe.ipynb #aab49968
 @patch
 @torch.no_grad()
 def check(self:Probe,
@@ -66,7 +66,7 @@ def check(self:Probe,
     self._refuse({self._names[i] for i in self._writes.differ(numbers, self.looks)} | self._merged(numbers))
     return len(self._names)
 
-# %% ../nbs/05a_probe.ipynb #33deaa1c
+# %% ../nbs/05a_probe.ipynb #a3576435
 @patch
 def _merged(self:Probe, numbers):
     "Of the layers that PEFT merges: one, in turn, or all. Names that are wrong."
@@ -86,7 +86,7 @@ def _refuse(self:Probe, wrong):
     raise EngineError(f"after the sync the engine {self.sync.engine.broken[3:]}. Sync again; if that does not help, this "
                       "policy's weights change while they are copied, or the plan is wrong: sync.plan = None makes a new one")
 
-# %% ../nbs/05a_probe.ipynb #61d92c8d
+# %% ../nbs/05a_probe.ipynb #304ef500
 GAPS = {torch.float32: .03, torch.bfloat16: .5, torch.float16: .2} #: nats: larger is no rounding
 
 @patch
@@ -106,6 +106,6 @@ def compare(self:Probe,
     finally: model.train(training)
     theirs = logits.log_softmax(-1).gather(1, ids[0, tokens:, None])[:, 0].cpu()
     gap = (theirs - torch.tensor(r.completion_logprobs(0))).abs().max().item()
-    limit = GAPS.get(compat.engine_dtype(engine.llm), .5)
+    limit = GAPS.get(compat.runner_dtype(engine.llm), .5)
     if not gap <= limit: self._refuse({f"log-probs of a fixed prompt are {gap:.2g} nats apart, more than {limit}"})
     return gap

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['whole_bytes', 'buckets', 'zero3_gather', 'fsdp2_gather', 'bucketed_plan', 'ShardedSync', 'whole_layer']
 
-# %% ../nbs/05c_sharded.ipynb #c5262f63
+# %% ../nbs/05c_sharded.ipynb #66154bb5
 import contextlib, copy
 
 import torch
@@ -18,10 +18,10 @@ from .engine import Engine
 from .plan import CopyPlan
 from .policy_weights import adapted_layers, base_weights
 from .vllm_args import check_loaded
-from .weights import fold_writes
+from .weights import fold_writes, load_rest
 from .writes import Writes
 
-# %% ../nbs/05c_sharded.ipynb #0a2607f6
+# %% ../nbs/05c_sharded.ipynb #e33ad8db
 def whole_bytes(
     p, # parameter, whole or in shards
 ) -> int: # of all of it, bytes
@@ -42,7 +42,7 @@ def buckets(
         full += whole_bytes(p)
     if bucket: yield bucket
 
-# %% ../nbs/05c_sharded.ipynb #38e67dfb
+# %% ../nbs/05c_sharded.ipynb #db1c064e
 @contextlib.contextmanager
 def zero3_gather(
     params:list, # of a model under DeepSpeed ZeRO-3
@@ -58,7 +58,7 @@ def fsdp2_gather(
     "Parameters that FSDP2 holds in shards, whole."
     yield [p.detach().full_tensor() if isinstance(p, DTensor) else p.data for p in params]
 
-# %% ../nbs/05c_sharded.ipynb #c777f2c2
+# %% ../nbs/05c_sharded.ipynb #82c70ba7
 def _watched(module, bucket, gather):
     "Load one bucket, and the plan of it."
     device = next(module.parameters()).device  # a policy that is offloaded may be gathered elsewhere
@@ -71,7 +71,7 @@ def _overwritten(plan, bucket, gather):
         return any(not torch.equal(m.source(t).to(m.dest.device, m.dest.dtype), m.dest)
                    for (n, _), t in zip(bucket, whole) for m in plan.moves.get(n, ()))
 
-# %% ../nbs/05c_sharded.ipynb #cfd44042
+# %% ../nbs/05c_sharded.ipynb #8892b912
 def bucketed_plan(
     module,       # the `torch.nn.Module` in vLLM, from `compat.engine_module`
     weights:list, # (checkpoint name, parameter), the whole policy
@@ -87,7 +87,7 @@ def bucketed_plan(
         plan.moves, plan.through = {}, frozenset(n for n, _ in weights)
     return plan
 
-# %% ../nbs/05c_sharded.ipynb #5553ae72
+# %% ../nbs/05c_sharded.ipynb #83a11bd4
 class ShardedSync:
     "Brings an engine to the weights of a policy in shards. Every rank calls `sync`."
     def __init__(self,
@@ -99,7 +99,7 @@ class ShardedSync:
         self.engine, self.model, self.gather, self.bucket_bytes, self.plan = engine, model, gather, bucket_bytes, None
         self._changing = set()  # names that some sync has brought for a change
 
-# %% ../nbs/05c_sharded.ipynb #bd035258
+# %% ../nbs/05c_sharded.ipynb #66f4af98
 @patch
 @torch.no_grad()
 def sync(self:ShardedSync,
@@ -116,7 +116,7 @@ def sync(self:ShardedSync,
         span.add(bytes=size, whole=whole, planned=not new)
     return size
 
-# %% ../nbs/05c_sharded.ipynb #1d476dad
+# %% ../nbs/05c_sharded.ipynb #16a92582
 @patch
 def _agreed(self:ShardedSync):
     "Is there no plan yet, and must everything be brought? On any rank: a rank that gathers alone waits for ever."
@@ -134,7 +134,7 @@ def _needed(self:ShardedSync, weights, layers, whole):
     self._changing |= adapted | {n for n, p in weights if p.requires_grad}
     return [(n, p) for n, p in weights if n not in adapted and (whole or n in self._changing)]
 
-# %% ../nbs/05c_sharded.ipynb #e5555885
+# %% ../nbs/05c_sharded.ipynb #e75c93f2
 @patch
 def _first(self:ShardedSync, module, weights):
     "Make the plan, which loads the base; bytes read."
@@ -154,10 +154,9 @@ def _write(self:ShardedSync, module, weights):
     "Copy what is planned, and let vLLM load the rest in one batch."
     writes, rest = self.plan.writes(weights)
     Writes(writes).run()
-    if not rest: return
-    with compat.plain_layers(module): module.load_weights(rest)
+    load_rest(module, rest)
 
-# %% ../nbs/05c_sharded.ipynb #19f1b782
+# %% ../nbs/05c_sharded.ipynb #f4c29a98
 @contextlib.contextmanager
 def whole_layer(
     layer,  # PEFT's layer
@@ -171,7 +170,7 @@ def whole_layer(
         finally:
             for p in whole.values(): p.data = p.data.new_empty(0)  # DeepSpeed's modules hold themselves, and would hold it too
 
-# %% ../nbs/05c_sharded.ipynb #fb1044f7
+# %% ../nbs/05c_sharded.ipynb #5bb0c5cd
 def _merged(name, layer):
     "Weight and bias of a layer that is whole, merged by PEFT."
     for p in layer.get_base_layer().parameters(): p.data = p.data.clone()  # what was gathered may be the policy's own memory
