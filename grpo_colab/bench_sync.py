@@ -6,7 +6,7 @@
 __all__ = ['SHAPES', 'random_policy', 'with_lora', 'stand_in', 'milliseconds', 'flat_copy', 'sync_rows', 'decode_rows',
            'sync_claims', 'result']
 
-# %% ../nbs/23b_bench_sync.ipynb #0ba9ceb6
+# %% ../nbs/23b_bench_sync.ipynb #199e92f0
 import datetime, gc, os, platform, statistics, subprocess, time
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from .lora_choice import measure_lora, sampling_rate, slot_args
 from .policy_weights import base_weights, policy_weights
 from .trace import Trace
 
-# %% ../nbs/23b_bench_sync.ipynb #6ddde64a
+# %% ../nbs/23b_bench_sync.ipynb #89638bce
 #: name -> sizes of the Qwen2.5 model of that name (its config.json on the hub)
 SHAPES = {
     "0.5B": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
@@ -42,7 +42,7 @@ def random_policy(
     with torch.device("cpu" if compat.on_cpu() else "cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32 if compat.on_cpu() else torch.bfloat16)
 
-# %% ../nbs/23b_bench_sync.ipynb #6e7c0120
+# %% ../nbs/23b_bench_sync.ipynb #cd7ecd58
 def with_lora(
     policy,     # `PreTrainedModel`; its layers are wrapped in place
     seed:int=0, # of the factors
@@ -67,7 +67,7 @@ def stand_in(
     return EngineGeneration(trainer, model=policy, accelerator=Accelerator(cpu=compat.on_cpu()), processing_class=None,
         max_model_length=64, max_num_seqs=8, max_completion_length=8, gpu_memory_utilization=.3)
 
-# %% ../nbs/23b_bench_sync.ipynb #b54d97ca
+# %% ../nbs/23b_bench_sync.ipynb #77683f26
 def milliseconds(
     call,        # what is timed
     repeats:int, # how often
@@ -82,7 +82,7 @@ def milliseconds(
         times.append((time.perf_counter() - start) * 1e3)
     return times[1:]
 
-# %% ../nbs/23b_bench_sync.ipynb #0e0d27d0
+# %% ../nbs/23b_bench_sync.ipynb #e63ca06e
 def flat_copy(
     size:int,    # bytes
     repeats:int, # how often
@@ -92,7 +92,7 @@ def flat_copy(
     dest = torch.empty_like(source)
     return milliseconds(lambda: dest.copy_(source), repeats)
 
-# %% ../nbs/23b_bench_sync.ipynb #1a2f3c7e
+# %% ../nbs/23b_bench_sync.ipynb #489e0980
 def _largest_difference(generation):
     "Move what is trained, sync our way, then by vLLM's `load_weights`: by how much the engine's weights differ at most."
     with torch.no_grad():
@@ -110,7 +110,7 @@ def _frozen(model): return {n: p for n, p in model.named_parameters() if not p.r
 
 def _values_changed(before, model): return sum((before[n] != p).sum().item() for n, p in _frozen(model).items())
 
-# %% ../nbs/23b_bench_sync.ipynb #2e2d3822
+# %% ../nbs/23b_bench_sync.ipynb #d2b6b661
 def _ours(case, model, repeats, many):
     "Measure one of our ways; the row without the peer, and the generation."
     generation = stand_in(model, "slot" if case == "slot" else "fold")
@@ -128,7 +128,7 @@ def _ours(case, model, repeats, many):
     if case != "slot": row["largest_difference"] = _largest_difference(generation)
     return row, generation
 
-# %% ../nbs/23b_bench_sync.ipynb #614b42fc
+# %% ../nbs/23b_bench_sync.ipynb #4140eae9
 def sync_rows(
     shape:str,      # a key of `SHAPES`, or "toy"
     repeats:int=20, # of each measurement
@@ -150,7 +150,7 @@ def sync_rows(
     generation.engine.close(say=False)
     return rows
 
-# %% ../nbs/23b_bench_sync.ipynb #db417deb
+# %% ../nbs/23b_bench_sync.ipynb #508dc1b9
 def decode_rows(
     shape:str,         # a key of `SHAPES`, or "toy"
     repeats:int=5,     # of each measurement
@@ -171,11 +171,11 @@ def decode_rows(
                 gc.collect()
                 rates[way].append(rate(engine))
     with Engine(model, **settings, **slot_args(model)) as engine:
-        measured = measure_lora(engine, model, sequences, tokens, repeats)
+        measured = measure_lora(engine, model, sequences, tokens, min(repeats, 5))
     rates |= {way: [0, measured[m]["tokens_s"]] for way, m in {"slot": "slot", "fold, engine with slots": "fold"}.items()}
     return [dict(case=f"decode_{way}_{shape}", metric="decode", unit="tokens/s", ours=r[1:]) for way, r in rates.items()]
 
-# %% ../nbs/23b_bench_sync.ipynb #23944d44
+# %% ../nbs/23b_bench_sync.ipynb #58216599
 def sync_claims(
     rows:list[dict], # from `sync_rows` and `decode_rows`
 ) -> dict[str, float]: # claim -> number
@@ -194,7 +194,7 @@ def sync_claims(
             claims[name] = claims.get(name, 0) + row["base_values_changed"]
     return claims
 
-# %% ../nbs/23b_bench_sync.ipynb #96c121fa
+# %% ../nbs/23b_bench_sync.ipynb #d5904a36
 def result(
     command:str,     # as it was typed
     rows:list[dict], # measurements
