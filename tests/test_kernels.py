@@ -1,4 +1,4 @@
-"The kernels of `writes`, run by Triton's interpreter on a CPU. It multiplies no bfloat16; a GPU does, in 03g_writes."
+"The kernels of `writes` and `token_logps`, run by Triton's interpreter on a CPU. It knows no bfloat16; a GPU does, in the notebooks."
 import os
 import subprocess
 import sys
@@ -40,6 +40,40 @@ for dtype, off in ((torch.float32, 1e-5), (torch.float16, 2**-11)):
         fused.run()
     print(dtype, len(fused.launches), "launches")
 """
+
+
+HEAD = """
+import torch
+from grpo_colab import token_logps as t
+
+torch.manual_seed(0)
+n, columns = 9, 9999
+for dtype, off in ((torch.float32, 1e-5), (torch.float16, 2**-10)):
+    for scale, cap in ((1., None), (.5, 30.)):
+        wide = torch.full((n, columns + 5), 7., dtype=dtype)
+        tile = wide[:, :columns].copy_(torch.randn(n, columns) * 4)
+        labels, found = torch.randint(columns, (n,)), torch.empty(2, n)
+        z = tile.double().requires_grad_()  # by PyTorch, in float64
+        capped = cap * torch.tanh(z * scale / cap) if cap else z * scale
+        logp = (capped / .7).log_softmax(-1)
+        right = logp.gather(1, labels[:, None])[:, 0]
+        right.sum().backward()
+        t._kernel[(n,)](tile, tile.stride(0), labels, *found, columns, scale, cap or 1., 1 / .7, CAPPED=cap is not None,
+                        BLOCK=4096, num_warps=8)
+        torch.testing.assert_close(found[0].double(), right.detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(found[1].double(), -(logp.exp() * logp).sum(-1).detach(), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(tile.double(), z.grad, rtol=off, atol=off)
+        assert (wide[:, columns:] == 7).all()
+        print("right", dtype, scale, cap)
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+def test_head_in_the_interpreter():
+    env = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", HEAD], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("right") == 4, done.stdout
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
