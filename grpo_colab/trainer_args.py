@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ColocateGRPOConfig', 'check_args', 'check_dataset', 'prompts_a_batch']
 
-# %% ../nbs/08_trainer_args.ipynb #90b5a951
+# %% ../nbs/08_trainer_args.ipynb #22fbf7f3
 import json
 from dataclasses import dataclass, field
 
@@ -13,13 +13,13 @@ import torch
 
 from . import compat
 
-# %% ../nbs/08_trainer_args.ipynb #7e091248
+# %% ../nbs/08_trainer_args.ipynb #7687fb87
 _ = compat.import_vllm()  # before TRL imports it, so that its log is quiet
 
-# %% ../nbs/08_trainer_args.ipynb #1872c449
+# %% ../nbs/08_trainer_args.ipynb #03fc0f1c
 from trl import GRPOConfig
 
-# %% ../nbs/08_trainer_args.ipynb #4ee31d47
+# %% ../nbs/08_trainer_args.ipynb #8417e210
 @dataclass
 class _Placement(GRPOConfig):
     "How policy and engine share a GPU."
@@ -36,9 +36,24 @@ class _Placement(GRPOConfig):
     verify:str = field(default="probe", metadata=dict(
         help="Proof after each sync that it arrived: 'probe' looks at some numbers of each tensor, 'full' at all, 'off'."))
 
-# %% ../nbs/08_trainer_args.ipynb #b7026e32
+# %% ../nbs/08_trainer_args.ipynb #9b1b55ec
 @dataclass
-class ColocateGRPOConfig(_Placement):
+class _Rows(_Placement):
+    "How the policy trains."
+    packing:bool = field(default=True, metadata=dict(
+        help="Train on rows of whole sequences without padding. False: TRL's padded batches."))
+    token_budget:int = field(default=16_384, metadata=dict(
+        help="Tokens of a row. Memory follows it, and not per_device_train_batch_size."))
+    gradient_checkpointing:bool|str = field(default="auto", metadata=dict(
+        help="Compute layers again in the backward pass instead of keeping what they did. 'auto': only when it does not fit."))
+    skip_zero_advantage:bool = field(default=False, metadata=dict(
+        help="Leave out completions whose advantage is 0: they change no weight."))
+    compile_layers:bool = field(default=False, metadata=dict(
+        help="Compile the policy's layers: faster steps, after a minute's start."))
+
+# %% ../nbs/08_trainer_args.ipynb #76e2e83c
+@dataclass
+class ColocateGRPOConfig(_Rows):
     "TRL's `GRPOConfig` with co-located vLLM on, and what TRL has no field for."
     use_vllm:bool = field(default=True, metadata=dict(help="Sample with vLLM. Must be True here."))
     vllm_mode:str = field(default="colocate", metadata=dict(help="Where vLLM runs. Must be 'colocate' here."))
@@ -50,12 +65,16 @@ class ColocateGRPOConfig(_Placement):
     def __post_init__(self):
         if not torch.cuda.is_available(): self.use_cpu = True
         if str(self.sleep_level).isdigit(): self.sleep_level = int(self.sleep_level)  # from a command line
+        if self.gradient_checkpointing not in ("auto", True, False):
+            raise ValueError(f"gradient_checkpointing={self.gradient_checkpointing!r}: 'auto', True or False")
+        self.choose_checkpointing = self.gradient_checkpointing == "auto"
+        self.gradient_checkpointing = bool(self.gradient_checkpointing)  # until the engine's size is known
         if isinstance(self.engine_args, str): self.engine_args = json.loads(self.engine_args)
         if self.bf16 is None and not (torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)):
             self.bf16 = False  # TRL's default of True is an error on a CPU and emulated on a T4
         super().__post_init__()
 
-# %% ../nbs/08_trainer_args.ipynb #4a66a785
+# %% ../nbs/08_trainer_args.ipynb #226c6ca7
 def check_args(
     args, # a `GRPOConfig`
 ):
@@ -67,8 +86,9 @@ def check_args(
                             verify=("probe", "full", "off")).items():
         if (given := getattr(args, name, known[0])) not in known:
             raise ValueError(f"{name}={given!r}: one of {', '.join(map(repr, known))}")
+    if getattr(args, "token_budget", 1) < 1: raise ValueError(f"token_budget={args.token_budget}: a row needs at least 1 token")
 
-# %% ../nbs/08_trainer_args.ipynb #b3a1ca3a
+# %% ../nbs/08_trainer_args.ipynb #68283212
 def check_dataset(
     name:str, # "train_dataset" or "eval_dataset", for the message
     data,     # a `Dataset`, an iterable one, a dict of them, or None
