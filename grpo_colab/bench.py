@@ -5,39 +5,53 @@
 # %% auto #0
 __all__ = ['PARTS', 'CLAIMS', 'plan', 'measure', 'kept', 'main']
 
-# %% ../nbs/23d_bench.ipynb #b3f6723c
+# %% ../nbs/23d_bench.ipynb #40fd129c
 import argparse, json, traceback
 from functools import partial
 from pathlib import Path
 
 from . import compat
 from .bench_memory import memory_claims, one_base_row, peak_row, sleep_rows, teardown_row
+from .bench_pack import pack_claims, pack_rows
+from .bench_rollout import rollout_claims, rollout_rows
+from .bench_step import CASES, step_claims, step_row
 from .bench_sync import SHAPES, decode_rows, result, sync_claims, sync_rows
 
-# %% ../nbs/23d_bench.ipynb #b6a872ee
+# %% ../nbs/23d_bench.ipynb #e6672086
 #: bench -> its parts, in the order of measuring
-PARTS = dict(sync=("sync", "decode"), memory=("peak", "sleep", "one_base", "teardown"))
+PARTS = dict(sync=("sync", "decode"), memory=("peak", "sleep", "one_base", "teardown"), rollout=("rollout",), pack=("pack",),
+             step=tuple(CASES))
+#: bench -> rows to claims
+CLAIMS = dict(sync=sync_claims, memory=memory_claims, rollout=rollout_claims, pack=pack_claims, step=step_claims)
 
+# %% ../nbs/23d_bench.ipynb #981870c4
+def _jobs(shapes, repeats, cycles, small):
+    "Part -> what is measured for it."
+    large = shapes[min(1, len(shapes) - 1)]  # 1.5B by default
+    toy = dict(counts=(16,), tokens=24, short=8) if small else {}
+    sizes = dict(number=16, batch=8, count=2, median=8, cap=16) if small else {}
+    return dict(sync=[partial(sync_rows, s, repeats) for s in shapes], decode=[partial(decode_rows, large, repeats)],
+        peak=[partial(peak_row, s, lora) for s in shapes for lora in (False, True)], sleep=[partial(sleep_rows, large)],
+        one_base=[partial(one_base_row, large)], teardown=[partial(teardown_row, cycles)],
+        rollout=[partial(rollout_rows, large, repeats=min(repeats, 3), **toy)],
+        pack=[partial(pack_rows, large, (40, 36, 50) if small else (1024,) * 16, min(repeats, 5), compiled=not small)],
+        **{case: [partial(step_row, case, large, **sizes)] for case in CASES})
+
+# %% ../nbs/23d_bench.ipynb #c4e34a11
 def plan(
-    name:str,          # "sync" or "memory"
+    name:str,          # a key of `PARTS`
     shapes:list[str],  # keys of `SHAPES`, or "toy"
     repeats:int,       # of each measurement
     cycles:int,        # of starting and closing
     only:tuple=(),     # of its `PARTS`; empty: all
 ) -> list: # of functions that return a row or a list of them
     "What is measured, in order."
-    large = shapes[min(1, len(shapes) - 1)]  # 1.5B by default
-    if name == "sync":
-        jobs = dict(sync=[partial(sync_rows, s, repeats) for s in shapes], decode=[partial(decode_rows, large, repeats)])
-    else:
-        peaks = [partial(peak_row, s, lora) for s in shapes for lora in (False, True)]
-        jobs = dict(peak=peaks, sleep=[partial(sleep_rows, large)], one_base=[partial(one_base_row, large)],
-                    teardown=[partial(teardown_row, cycles)])
-    if wrong := [part for part in only if part not in jobs]:
-        raise ValueError(f"bench {name} has no part {wrong[0]!r}: one of {', '.join(jobs)}")
-    return [job for part in jobs if part in (only or jobs) for job in jobs[part]]
+    if wrong := [part for part in only if part not in PARTS[name]]:
+        raise ValueError(f"bench {name} has no part {wrong[0]!r}: one of {', '.join(PARTS[name])}")
+    jobs = _jobs(shapes, repeats, cycles, "toy" in shapes)
+    return [job for part in PARTS[name] if part in (only or PARTS[name]) for job in jobs[part]]
 
-# %% ../nbs/23d_bench.ipynb #7a76fd64
+# %% ../nbs/23d_bench.ipynb #9999c244
 def measure(
     work:list, # from `plan`
     after=lambda rows: None, # called with all rows so far after each
@@ -51,7 +65,7 @@ def measure(
         after(rows)
     return rows, failed
 
-# %% ../nbs/23d_bench.ipynb #1931ab10
+# %% ../nbs/23d_bench.ipynb #178da5dd
 def kept(
     old:dict,        # what the file holds, from `result`; empty for none
     rows:list[dict], # measured now
@@ -62,9 +76,7 @@ def kept(
     run, cases = {k: old[k] for k in ("command", "commit", "date", "versions")}, {row["case"] for row in rows}
     return [dict(run=run) | row for row in old["rows"] if row["case"] not in cases]
 
-# %% ../nbs/23d_bench.ipynb #3d4f0369
-CLAIMS = dict(sync=sync_claims, memory=memory_claims) #: bench -> rows to claims
-
+# %% ../nbs/23d_bench.ipynb #8193f29c
 def _write(args, command, rows):
     "The file so far: whole, or as it was."
     if not args.json: return
@@ -76,17 +88,19 @@ def _write(args, command, rows):
     half.write_text(json.dumps(found, indent=1) + "\n")
     half.replace(args.json)
 
-# %% ../nbs/23d_bench.ipynb #130e931b
+# %% ../nbs/23d_bench.ipynb #1e7af9ed
 def main(
     argv:list[str]|None=None, # arguments after `grpo-colab bench`
 ) -> int: # exit code; 1 when a measurement failed
     "Measure, print the claims, and write the file."
     p = argparse.ArgumentParser(prog="grpo-colab bench", description="Measure beside TRL and beside the limit, in one run.")
-    p.add_argument("name", choices=["sync", "memory"], help="sync: from policy to engine; memory: who holds the GPU")
-    p.add_argument("--shapes", nargs="+", choices=[*SHAPES, "toy"], help="default: toy on a CPU; all of sync and the first two of memory on a GPU")
+    p.add_argument("name", choices=[*PARTS], help="one of the notebooks 23b to 23cc")
+    p.add_argument("--shapes", nargs="+", choices=[*SHAPES, "toy"],
+                   help="default: toy on a CPU; on a GPU all of sync, else the first two; where one is measured, the second")
     p.add_argument("--repeats", type=int, default=20, help="of each measurement (%(default)s)")
     p.add_argument("--cycles", type=int, default=20, help="memory: starts and closes (%(default)s)")
-    p.add_argument("--only", nargs="+", choices=[*PARTS["sync"], *PARTS["memory"]], default=[], help="these parts alone")
+    parts = [part for parts in PARTS.values() for part in parts]
+    p.add_argument("--only", nargs="+", choices=parts, default=[], help="these parts alone")
     p.add_argument("--json", type=Path, help="file to write after each measurement; what it holds of other cases stays")
     args = p.parse_args(argv)
     shapes = args.shapes or (["toy"] if compat.on_cpu() else [*SHAPES][:None if args.name == "sync" else 2])

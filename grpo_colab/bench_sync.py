@@ -6,7 +6,7 @@
 __all__ = ['SHAPES', 'random_policy', 'with_lora', 'stand_in', 'milliseconds', 'flat_copy', 'sync_rows', 'decode_rows',
            'sync_claims', 'result']
 
-# %% ../nbs/23b_bench_sync.ipynb #cea21184
+# %% ../nbs/23b_bench_sync.ipynb #edfe9f50
 import datetime, gc, os, platform, statistics, subprocess, time
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from .lora_choice import measure_lora, sampling_rate, slot_args
 from .policy_weights import base_weights, policy_weights
 from .trace import Trace
 
-# %% ../nbs/23b_bench_sync.ipynb #797918ff
+# %% ../nbs/23b_bench_sync.ipynb #7162c064
 #: name -> sizes of the Qwen2.5 model of that name (its config.json on the hub)
 SHAPES = {
     "0.5B": dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
@@ -42,7 +42,7 @@ def random_policy(
     with torch.device("cpu" if compat.on_cpu() else "cuda"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32 if compat.on_cpu() else torch.bfloat16)
 
-# %% ../nbs/23b_bench_sync.ipynb #ab2d1a1b
+# %% ../nbs/23b_bench_sync.ipynb #81265faa
 def with_lora(
     policy,     # `PreTrainedModel`; its layers are wrapped in place
     seed:int=0, # of the factors
@@ -55,6 +55,7 @@ def with_lora(
         if "lora_B" in n: torch.nn.init.normal_(p, std=.01)
     return model
 
+# %% ../nbs/23b_bench_sync.ipynb #3669816c
 def stand_in(
     policy,           # live `PreTrainedModel` or `PeftModel`
     lora:str="fold",  # how adapters go
@@ -65,12 +66,14 @@ def stand_in(
     "What a trainer would have, without the trainer."
     from accelerate import Accelerator
     engine_args = engine_args or dict(enable_lora=True, max_loras=1, max_lora_rank=16, enforce_eager=True)
-    args = SimpleNamespace(seed=0, engine_args=engine_args, lora_sync=lora, one_base=False, verify="off", vllm_enable_sleep_mode=False)
+    args = SimpleNamespace(seed=0, engine_args=engine_args, lora_sync=lora, one_base=False, verify="off",
+                           vllm_enable_sleep_mode=False)
     trainer = SimpleNamespace(args=args, trace=Trace(), state=SimpleNamespace(global_step=0), model=policy.train())
     more = dict(max_model_length=64, max_num_seqs=8, max_completion_length=8, gpu_memory_utilization=.3) | more
-    return EngineGeneration(trainer, model=policy, accelerator=Accelerator(cpu=compat.on_cpu()), processing_class=tokenizer, **more)
+    more |= dict(accelerator=Accelerator(cpu=compat.on_cpu()), processing_class=tokenizer)
+    return EngineGeneration(trainer, model=policy, **more)
 
-# %% ../nbs/23b_bench_sync.ipynb #827f9b28
+# %% ../nbs/23b_bench_sync.ipynb #98f61a2c
 def milliseconds(
     call,        # what is timed
     repeats:int, # how often
@@ -85,7 +88,7 @@ def milliseconds(
         times.append((time.perf_counter() - start) * 1e3)
     return times[1:]
 
-# %% ../nbs/23b_bench_sync.ipynb #28709e57
+# %% ../nbs/23b_bench_sync.ipynb #7b2f14e7
 def flat_copy(
     size:int,    # bytes
     repeats:int, # how often
@@ -95,7 +98,7 @@ def flat_copy(
     dest = torch.empty_like(source)
     return milliseconds(lambda: dest.copy_(source), repeats)
 
-# %% ../nbs/23b_bench_sync.ipynb #bb1d8714
+# %% ../nbs/23b_bench_sync.ipynb #a24776a2
 def _largest_difference(generation):
     "Move what is trained, sync our way, then by vLLM's `load_weights`: by how much the engine's weights differ at most."
     with torch.no_grad():
@@ -113,7 +116,7 @@ def _frozen(model): return {n: p for n, p in model.named_parameters() if not p.r
 
 def _values_changed(before, model): return sum((before[n] != p).sum().item() for n, p in _frozen(model).items())
 
-# %% ../nbs/23b_bench_sync.ipynb #9e620600
+# %% ../nbs/23b_bench_sync.ipynb #723cf04d
 def _ours(case, model, repeats, many):
     "Measure one of our ways; the row without the peer, and the generation."
     generation = stand_in(model, "slot" if case == "slot" else "fold")
@@ -131,7 +134,7 @@ def _ours(case, model, repeats, many):
     if case != "slot": row["largest_difference"] = _largest_difference(generation)
     return row, generation
 
-# %% ../nbs/23b_bench_sync.ipynb #e4dc70bc
+# %% ../nbs/23b_bench_sync.ipynb #aa34ebfc
 def sync_rows(
     shape:str,      # a key of `SHAPES`, or "toy"
     repeats:int=20, # of each measurement
@@ -153,7 +156,7 @@ def sync_rows(
     generation.engine.close(say=False)
     return rows
 
-# %% ../nbs/23b_bench_sync.ipynb #28ef76aa
+# %% ../nbs/23b_bench_sync.ipynb #496c5a47
 def decode_rows(
     shape:str,         # a key of `SHAPES`, or "toy"
     repeats:int=5,     # of each measurement
@@ -178,7 +181,7 @@ def decode_rows(
     rates |= {way: [0, measured[m]["tokens_s"]] for way, m in {"slot": "slot", "fold, engine with slots": "fold"}.items()}
     return [dict(case=f"decode_{way}_{shape}", metric="decode", unit="tokens/s", ours=r[1:]) for way, r in rates.items()]
 
-# %% ../nbs/23b_bench_sync.ipynb #fd595b39
+# %% ../nbs/23b_bench_sync.ipynb #45aefd80
 def sync_claims(
     rows:list[dict], # from `sync_rows` and `decode_rows`
 ) -> dict[str, float]: # claim -> number
@@ -197,7 +200,7 @@ def sync_claims(
             claims[name] = claims.get(name, 0) + row["base_values_changed"]
     return claims
 
-# %% ../nbs/23b_bench_sync.ipynb #858d0b48
+# %% ../nbs/23b_bench_sync.ipynb #9d1fc38d
 def result(
     command:str,     # as it was typed
     rows:list[dict], # measurements

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['COUNTERS', 'ColocateGRPOTrainer', 'rng_state', 'set_rng_state']
 
-# %% ../nbs/09_colocate.ipynb #3b273732
+# %% ../nbs/09_colocate.ipynb #09424992
 import json, random, tempfile
 from collections import defaultdict
 from contextlib import nullcontext
@@ -22,16 +22,16 @@ from .checkpoint import check_checkpoint, resume_from, whole_or_gone
 from .engine import Engine
 from .generation import EngineGeneration
 from .interrupt import Guard, interruptible, uninterrupted
+from .policy import PackedGRPOTrainer
 from .rewards import RewardError, checked
 from .trace import Trace
 from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts_a_batch
 
-# %% ../nbs/09_colocate.ipynb #6c7b93ea
+# %% ../nbs/09_colocate.ipynb #88319a7e
 from transformers import TrainerCallback
-from trl import GRPOTrainer
 
-# %% ../nbs/09_colocate.ipynb #80778b45
-class ColocateGRPOTrainer(GRPOTrainer):
+# %% ../nbs/09_colocate.ipynb #4711eeb6
+class ColocateGRPOTrainer(PackedGRPOTrainer):
     "TRL's `GRPOTrainer` with an `Engine` in this process. Raises what `Engine` raises, and `ValueError` for bad arguments."
     def __init__(self,
         model,              # path, hub id, `PreTrainedModel` or `PeftModel`
@@ -56,7 +56,7 @@ class ColocateGRPOTrainer(GRPOTrainer):
         self._phases = _Phases(self)
         self.callback_handler.callbacks.insert(0, self._phases)
 
-# %% ../nbs/09_colocate.ipynb #e2daaf79
+# %% ../nbs/09_colocate.ipynb #43dc6538
 def _trace_path(args):
     path = getattr(args, "trace_path", "auto")
     return Path(args.output_dir)/"trace.jsonl" if path == "auto" else path
@@ -75,7 +75,7 @@ def memory(self:ColocateGRPOTrainer): # `MemoryManager`
 def sample(self:ColocateGRPOTrainer, *args, **kwargs): # as `EngineGeneration.sample`
     return self.vllm_generation.sample(*args, **kwargs)
 
-# %% ../nbs/09_colocate.ipynb #28039f24
+# %% ../nbs/09_colocate.ipynb #2983c96f
 @patch
 def close(self:ColocateGRPOTrainer,
     say:bool=True, # print what was freed?
@@ -85,7 +85,7 @@ def close(self:ColocateGRPOTrainer,
     self._paused = None
     self.trace.close()
 
-# %% ../nbs/09_colocate.ipynb #d3228d6a
+# %% ../nbs/09_colocate.ipynb #f571ea98
 def rng_state() -> dict: # generator -> its state
     "The state of every random generator that training draws from."
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -98,7 +98,7 @@ def set_rng_state(
     random.setstate(state["python"]); np.random.set_state(state["numpy"]); torch.set_rng_state(state["torch"])
     if state["cuda"]: torch.cuda.set_rng_state_all(state["cuda"])
 
-# %% ../nbs/09_colocate.ipynb #d24a4082
+# %% ../nbs/09_colocate.ipynb #11e95358
 class _Phases(TrainerCallback):
     "Opens and closes the spans that the trainer's own methods cannot see."
     def __init__(self, trainer): self.trainer, self.open, self.before = trainer, {}, {}
@@ -124,42 +124,42 @@ class _Phases(TrainerCallback):
         self.trainer.memory.record()
     def on_train_end(self, args, state, control, **kwargs): self.trainer._guard.let_go()
 
-# %% ../nbs/09_colocate.ipynb #835001e9
+# %% ../nbs/09_colocate.ipynb #e4e06717
 @patch
 def _prepare_inputs(self:ColocateGRPOTrainer, generation_batch):
-    inputs = GRPOTrainer._prepare_inputs(self, generation_batch)
+    inputs = PackedGRPOTrainer._prepare_inputs(self, generation_batch)
     tokens = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
     if self.model.training: self._phases._enter("train", tokens=tokens)
     return inputs
 
 @patch
 def training_step(self:ColocateGRPOTrainer, model, inputs, num_items_in_batch=None):
-    loss = GRPOTrainer.training_step(self, model, inputs, num_items_in_batch)
+    loss = PackedGRPOTrainer.training_step(self, model, inputs, num_items_in_batch)
     self._phases._leave("train")
     return loss
 
 @patch
 def _get_per_token_logps_and_entropies(self:ColocateGRPOTrainer, *args, **kwargs):
-    with nullcontext() if torch.is_grad_enabled() else self.trace.span("logprobs"):
-        return GRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
+    with nullcontext() if torch.is_grad_enabled() or self._given else self.trace.span("logprobs"):
+        return PackedGRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
 
-# %% ../nbs/09_colocate.ipynb #b79b1678
+# %% ../nbs/09_colocate.ipynb #cd246f32
 @patch
 def evaluate(self:ColocateGRPOTrainer, *args, **kwargs):
     state = rng_state()  # so that a run is the same, evaluated or not
     self._metrics["eval"].clear()  # of an evaluation that failed
     try:
-        with self.trace.span("evaluate"), interruptible(): return GRPOTrainer.evaluate(self, *args, **kwargs)
+        with self.trace.span("evaluate"), interruptible(): return PackedGRPOTrainer.evaluate(self, *args, **kwargs)
     finally: set_rng_state(state)
 
 @patch
 def log(self:ColocateGRPOTrainer, logs, start_time=None):
-    GRPOTrainer.log(self, logs, start_time)
+    PackedGRPOTrainer.log(self, logs, start_time)
     for counter, names in COUNTERS.items():
         values = {label: logs[name] for label, name in names.items() if isinstance(logs.get(name), (int, float))}
         if values: self.trace.count(counter, **values)
 
-# %% ../nbs/09_colocate.ipynb #b38fd404
+# %% ../nbs/09_colocate.ipynb #59bb8a90
 #: counter in the trace -> {label: name in TRL's log}
 COUNTERS = dict(
     reward=dict(mean="reward", std="reward_std"), held_out_reward=dict(mean="eval_reward"),
@@ -169,14 +169,14 @@ COUNTERS = dict(
     gap=dict(mean="sampling/sampling_logp_difference/mean", max="sampling/sampling_logp_difference/max"),
 )
 
-# %% ../nbs/09_colocate.ipynb #8591ca3a
+# %% ../nbs/09_colocate.ipynb #c3188778
 @patch
 def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, completion_ids_list):
     funcs = self.reward_funcs
     self.reward_funcs = [f if isinstance(f, torch.nn.Module) else checked(f) for f in funcs]
     try:
         with self.trace.span("reward", completions=len(completions)):
-            rewards = GRPOTrainer._calculate_rewards(self, inputs, prompts, completions, completion_ids_list)
+            rewards = PackedGRPOTrainer._calculate_rewards(self, inputs, prompts, completions, completion_ids_list)
     finally: self.reward_funcs = funcs
     unjudged = torch.isnan(rewards).all(dim=1).nonzero().flatten().tolist()
     if unjudged:
@@ -184,7 +184,7 @@ def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, c
                           f"{', '.join(self.reward_func_names)}: at least one must return a number for each")
     return rewards
 
-# %% ../nbs/09_colocate.ipynb #b5038751
+# %% ../nbs/09_colocate.ipynb #96b7802d
 class _ByEpoch(torch.utils.data.Sampler):
     "A sampler whose shuffle is a function of seed and epoch."
     def __init__(self, sampler, trainer): self.sampler, self.trainer = sampler, trainer
@@ -195,17 +195,17 @@ class _ByEpoch(torch.utils.data.Sampler):
 
 @patch
 def _get_train_sampler(self:ColocateGRPOTrainer, dataset=None):
-    sampler = GRPOTrainer._get_train_sampler(self, dataset)
+    sampler = PackedGRPOTrainer._get_train_sampler(self, dataset)
     return _ByEpoch(sampler, self) if getattr(sampler, "generator", None) is not None else sampler
 
-# %% ../nbs/09_colocate.ipynb #48001aa2
+# %% ../nbs/09_colocate.ipynb #d08ef48b
 @patch
 def _save_checkpoint(self:ColocateGRPOTrainer, model, trial):
     path = Path(self._get_output_dir(trial))/f"checkpoint-{self.state.global_step}"
     with self.trace.span("checkpoint", step=self.state.global_step), uninterrupted(), whole_or_gone(path):
-        GRPOTrainer._save_checkpoint(self, model, trial)
+        PackedGRPOTrainer._save_checkpoint(self, model, trial)
 
-# %% ../nbs/09_colocate.ipynb #13ae05f2
+# %% ../nbs/09_colocate.ipynb #54cae45e
 @patch
 def _pause(self:ColocateGRPOTrainer, error):
     "Keep what `train()` needs to go on after `error`."
@@ -223,7 +223,7 @@ def _pause(self:ColocateGRPOTrainer, error):
         error.add_note(f"stopped after {self.state.global_step} optimizer steps; policy, optimizer and engine are whole: "
                        "train() goes on from here, train(resume_from_checkpoint=False) starts over with this policy")
 
-# %% ../nbs/09_colocate.ipynb #79c33886
+# %% ../nbs/09_colocate.ipynb #c39ec8cc
 @patch
 def _resumable(self:ColocateGRPOTrainer, checkpoint):
     "The directory to resume from: the newest whole one for True, the paused run for None."
@@ -236,7 +236,7 @@ def _resumable(self:ColocateGRPOTrainer, checkpoint):
         (Path(folder.name)/"trainer_state.json").write_text(self._paused["state"])
         return folder.name
 
-# %% ../nbs/09_colocate.ipynb #ffa2c119
+# %% ../nbs/09_colocate.ipynb #9262f352
 @patch
 def _goes_on(self:ColocateGRPOTrainer, path):
     "Is this the directory of the paused run?"
@@ -255,24 +255,24 @@ def train(self:ColocateGRPOTrainer,
     self._last_loaded_step = -1  # sync whatever the policy is now
     self.vllm_generation.begin()
     try:
-        done = GRPOTrainer.train(self, resume_from_checkpoint=path, **kwargs)
+        done = PackedGRPOTrainer.train(self, resume_from_checkpoint=path, **kwargs)
         self._paused = None
         return done
     except BaseException as e:
         self._pause(e)
         raise
 
-# %% ../nbs/09_colocate.ipynb #facbef56
+# %% ../nbs/09_colocate.ipynb #4cb40cb0
 @patch
 def _init_training_state(self:ColocateGRPOTrainer, max_steps, per_epoch, epochs, *args):
     "Where to go on: inside a generation that serves several steps, and not at all when the last step is done."
-    epoch, batches = GRPOTrainer._init_training_state(self, max_steps, per_epoch, epochs, *args)
+    epoch, batches = PackedGRPOTrainer._init_training_state(self, max_steps, per_epoch, epochs, *args)
     self._step = batches
     return (epochs, 0) if self.state.global_step >= max_steps else (epoch, batches)
 
 def _in_memory(name):
     "A method of Transformers' trainer that reads a checkpoint, except for a paused run."
-    theirs = getattr(GRPOTrainer, name)
+    theirs = getattr(PackedGRPOTrainer, name)
     def load(self, checkpoint, *args, **kwargs):
         if not self._goes_on(checkpoint): return theirs(self, checkpoint, *args, **kwargs)
         if name == "_load_rng_state" and not self._paused["again"]: set_rng_state(self._paused["rng"])

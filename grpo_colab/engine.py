@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Engine']
 
-# %% ../nbs/04_engine.ipynb #7c63937d
+# %% ../nbs/04_engine.ipynb #56521632
 import atexit, contextlib, gc, itertools, json, os, shutil, tempfile
 from pathlib import Path
 
@@ -23,10 +23,10 @@ from .sleep import Sleeping
 from .sample import check_prompts, sampling_params, seeded
 from .trace import Trace
 from .vllm_args import (EngineClosed, EngineError, EngineRunning, check_engine_args, check_loaded, check_ranks,
-                                  config_only, engine_dtype, engine_shape, eos_ids, first_line, gpu_defaults, launcher_env, real_stdout,
-                                  remedy)
+                                  config_only, engine_dtype, engine_shape, eos_ids, first_line, gpu_defaults, launcher_env,
+                                  real_stdout, remedy)
 
-# %% ../nbs/04_engine.ipynb #f10f6dd8
+# %% ../nbs/04_engine.ipynb #092a104a
 class Engine(Sleeping):
     """One vLLM inside this process, on this rank's device. With a live model, weights are copied, not read from disk.
     Raises `CheckpointError`, `TypeError` (unknown argument), `EngineRunning`, and `EngineError` when vLLM won't start."""
@@ -52,7 +52,7 @@ class Engine(Sleeping):
         if self.llm is None: self._start(model, tokenizer)
         if self.live: self._first_weights(model, load)
 
-# %% ../nbs/04_engine.ipynb #da94c258
+# %% ../nbs/04_engine.ipynb #fc6b3e7a
 @patch
 def __repr__(self:Engine):
     state = f"version {self.version}, context {self.max_model_len}" if self.llm else f"closed: {self.why}"
@@ -68,7 +68,7 @@ def max_model_len(self:Engine) -> int: # tokens
     "The longest prompt and completion together."
     return self.llm.llm_engine.model_config.max_model_len
 
-# %% ../nbs/04_engine.ipynb #1aa7149a
+# %% ../nbs/04_engine.ipynb #09c133e0
 @patch
 def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_args):
     "Work out vLLM's arguments, and the key by which an engine of the same shape is recognised."
@@ -87,7 +87,7 @@ def _configure(self:Engine, model, tokenizer, dtype, revision, seed, tp, engine_
     shape = [engine_shape(model), str(tokenizer)] if self.live else [str(model)]
     self.key = json.dumps([self.args, shape], default=str, sort_keys=True)
 
-# %% ../nbs/04_engine.ipynb #ae12d9ec
+# %% ../nbs/04_engine.ipynb #d390304e
 @patch
 def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
@@ -109,7 +109,7 @@ def _settle(self:Engine, if_running):
         old.why, Engine.running = "a newer Engine of the same shape took its vLLM over", self
     else: old.close("another Engine took its place", say=False)
 
-# %% ../nbs/04_engine.ipynb #a40a9487
+# %% ../nbs/04_engine.ipynb #683253ec
 @patch
 def _start(self:Engine, model, tokenizer):
     "Build the `vllm.LLM`; on failure leave the process as it was."
@@ -135,7 +135,7 @@ def _forget(self:Engine, why):
     self.llm, self._dir, self.slot, self._pins, self.why = None, None, None, {}, why
     if Engine.running is self: Engine.running = None
 
-# %% ../nbs/04_engine.ipynb #8a03fef1
+# %% ../nbs/04_engine.ipynb #fcdb73fa
 @patch
 def _alive(self:Engine):
     "Raise unless there is an engine."
@@ -153,7 +153,7 @@ def _ready(self:Engine):
     if self.asleep: raise EngineError(f"the engine sleeps ({', '.join(sorted(self.asleep))}): wake() it first")
     if self.broken: raise EngineError(f"the engine must not sample: {self.broken}. load_weights() mends it")
 
-# %% ../nbs/04_engine.ipynb #7aadff58
+# %% ../nbs/04_engine.ipynb #a88d21e2
 @patch
 def generate(self:Engine,
     prompts:list,          # prompts: lists of token ids, or vLLM's prompt dicts (for images); all ranks of a TP group alike
@@ -173,7 +173,7 @@ def generate(self:Engine,
         span.add(tokens=len(rollouts.tokens))
     return rollouts
 
-# %% ../nbs/04_engine.ipynb #3d5e8c30
+# %% ../nbs/04_engine.ipynb #8bba3421
 @patch
 def load_weights(self:Engine,
     weights,            # iterable of (Hugging Face name, tensor); whole, not sharded
@@ -188,7 +188,7 @@ def load_weights(self:Engine,
         span.add(**tally)
     return tally["bytes"]
 
-# %% ../nbs/04_engine.ipynb #3e4836d5
+# %% ../nbs/04_engine.ipynb #f03ca239
 @patch
 @contextlib.contextmanager
 def syncing(self:Engine,
@@ -208,7 +208,7 @@ def syncing(self:Engine,
         compat.forget_prefixes(self.llm)
         self.broken, self.version, self.written_by = None, version, by
 
-# %% ../nbs/04_engine.ipynb #9c741749
+# %% ../nbs/04_engine.ipynb #b88de520
 @patch
 @contextlib.contextmanager
 def unrecorded(self:Engine):
@@ -227,10 +227,10 @@ def _first_weights(self:Engine, model, load):
         self.close("the policy's weights could not be copied", say=False)
         raise
 
-# %% ../nbs/04_engine.ipynb #f4af5d0c
+# %% ../nbs/04_engine.ipynb #fc146c09
 _lora_ids = itertools.count(2)  # never twice: vLLM takes a number it knows for the same adapter. 1 is the policy's (04b_slot)
 
-# %% ../nbs/04_engine.ipynb #4c446ed2
+# %% ../nbs/04_engine.ipynb #718649c5
 @patch
 def load_lora(self:Engine,
     adapter,         # directory as PEFT saves it, or a live `PeftModel`
@@ -256,7 +256,7 @@ def _adapter(self:Engine, name):
     if name is not None and name not in self.loras: raise KeyError(f"no adapter {name!r}: loaded are {sorted(self.loras)}")
     return self.loras[name] if name else self.slot
 
-# %% ../nbs/04_engine.ipynb #8211fad7
+# %% ../nbs/04_engine.ipynb #f9c6437a
 @patch
 def close(self:Engine,
     why:str="close() was called", # what to tell whoever uses this engine afterwards

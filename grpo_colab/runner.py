@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['RUNNERS', 'WALKS', 'runner_why', 'same_positions', 'same_ids', 'same_books', 'spared']
 
-# %% ../nbs/00b_runner.ipynb #068c3362
+# %% ../nbs/00b_runner.ipynb #822deca6
 import contextlib, functools, hashlib, inspect
 
 import numpy as np
 
 from . import compat
 
-# %% ../nbs/00b_runner.ipynb #051da079
+# %% ../nbs/00b_runner.ipynb #3a7de876
 #: hash of `WALKS` -> vLLM in which they were read
 RUNNERS = {"c789a45148ce3f97": "0.22.1", "d1849218b45ec075": "0.27.1"}
 WALKS = "_compute_prev_positions", "_prepare_input_ids", "_bookkeeping_sync" #: methods that are replaced
@@ -37,7 +37,7 @@ def runner_why(
     if runner.speculative_config: return "speculative decoding: a step has more than one token"
     if runner.enable_prompt_embeds: return "prompts are embeddings"
 
-# %% ../nbs/00b_runner.ipynb #f02720b2
+# %% ../nbs/00b_runner.ipynb #ddae8d8c
 def same_positions(
     runner,       # vLLM's model runner
     num_reqs:int, # requests in the batch
@@ -61,7 +61,7 @@ def same_ids(
     runner.input_ids.gpu[:num_reqs].copy_(sampled[:num_reqs, 0], non_blocking=True)
     return True
 
-# %% ../nbs/00b_runner.ipynb #4222ed4d
+# %% ../nbs/00b_runner.ipynb #5503882a
 def same_books(
     runner,         # vLLM's model runner
     sampler_output, # `sampled_token_ids` [requests, 1], on the GPU
@@ -83,7 +83,7 @@ def same_books(
     for i in ids: requests[i].output_token_ids.append(-1)
     return {}, None, [], {}, ids, batch.req_id_to_index.copy(), []
 
-# %% ../nbs/00b_runner.ipynb #2ac1da7a
+# %% ../nbs/00b_runner.ipynb #56e28128
 @contextlib.contextmanager
 def spared(
     llm, # a `vllm.LLM` that runs in this process

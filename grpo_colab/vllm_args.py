@@ -7,14 +7,14 @@ __all__ = ['LARGEST_GRAPH', 'REMEDIES', 'launcher_env', 'real_stdout', 'check_en
            'gpu_defaults', 'config_only', 'engine_dtype', 'engine_shape', 'eos_ids', 'EngineError', 'EngineClosed',
            'EngineRunning', 'check_loaded', 'first_line', 'remedy']
 
-# %% ../nbs/03d_vllm_args.ipynb #dc9e772e
+# %% ../nbs/03d_vllm_args.ipynb #3b92f95e
 import contextlib, difflib, inspect, json, os, socket, sys, tempfile
 from pathlib import Path
 
 from . import compat
 from .policy_weights import base_model, has_own_head
 
-# %% ../nbs/03d_vllm_args.ipynb #7771c788
+# %% ../nbs/03d_vllm_args.ipynb #40e91e99
 def _free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -35,7 +35,7 @@ def launcher_env(
         for k in set(os.environ) - set(before): del os.environ[k]
         os.environ.update(before)
 
-# %% ../nbs/03d_vllm_args.ipynb #2dc188a3
+# %% ../nbs/03d_vllm_args.ipynb #d127e84b
 @contextlib.contextmanager
 def real_stdout():
     "While this is open, `sys.stdout` is a file, as vLLM expects; in a notebook what is printed then goes to the terminal."
@@ -45,7 +45,7 @@ def real_stdout():
     try: yield
     finally: sys.stdout = before
 
-# %% ../nbs/03d_vllm_args.ipynb #cfb51314
+# %% ../nbs/03d_vllm_args.ipynb #53e27964
 def check_engine_args(
     args:dict, # engine arguments, named as in vLLM's `EngineArgs`
 ):
@@ -58,7 +58,7 @@ def check_engine_args(
         hint = f": did you mean {' or '.join(near)}?" if near else ": see `vllm serve --help` for the list"
         raise TypeError(f"vLLM {compat.installed('vllm')} has no engine argument {name!r}{hint}")
 
-# %% ../nbs/03d_vllm_args.ipynb #ffe87ee5
+# %% ../nbs/03d_vllm_args.ipynb #049d910a
 def check_ranks(
     tensor_parallel_size:int, # ranks that share one engine
 ):
@@ -68,7 +68,7 @@ def check_ranks(
         raise ValueError(f"tensor_parallel_size={tensor_parallel_size} does not divide the {world} process(es) of this run: "
                          f"start it with torchrun --nproc-per-node {max(tensor_parallel_size, 1)}")
 
-# %% ../nbs/03d_vllm_args.ipynb #9f3479b6
+# %% ../nbs/03d_vllm_args.ipynb #9845b579
 LARGEST_GRAPH = 1024 #: sequences; a step of more is no faster for each of them
 
 def graph_sizes(
@@ -85,10 +85,11 @@ def gpu_defaults(
     "What an engine on a GPU is told unless the user says otherwise."
     found = dict(gpu_memory_utilization=.5, max_num_seqs=256)
     sequences = min(engine_args.get("max_num_seqs") or 256, LARGEST_GRAPH)
-    if not engine_args.get("enforce_eager"): found |= dict(compilation_config=dict(cudagraph_capture_sizes=graph_sizes(sequences)))
+    if not engine_args.get("enforce_eager"):
+        found["compilation_config"] = dict(cudagraph_capture_sizes=graph_sizes(sequences))
     return {k: v for k, v in found.items() if k not in engine_args}
 
-# %% ../nbs/03d_vllm_args.ipynb #d684ba5a
+# %% ../nbs/03d_vllm_args.ipynb #68ea94e9
 def config_only(
     model,           # a live `PreTrainedModel`
     tokenizer=None,  # its tokenizer or processor; without one, the engine can neither decode nor match stop strings
@@ -105,7 +106,7 @@ def config_only(
     if tokenizer is not None: tokenizer.save_pretrained(path)
     return path
 
-# %% ../nbs/03d_vllm_args.ipynb #a3e1182e
+# %% ../nbs/03d_vllm_args.ipynb #89ff0c2c
 def engine_dtype(
     model,       # a live `PreTrainedModel`
     cpu:bool,    # does the engine run on the CPU?
@@ -116,7 +117,7 @@ def engine_dtype(
     if cpu or dtype != "float32": return dtype
     return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float16"
 
-# %% ../nbs/03d_vllm_args.ipynb #2837e1a6
+# %% ../nbs/03d_vllm_args.ipynb #cbf194e0
 def engine_shape(
     model, # a live `PreTrainedModel` or `PeftModel`
 ) -> tuple: # equal for policies that one engine can serve
@@ -132,7 +133,7 @@ def eos_ids(
     ids = model.generation_config.eos_token_id
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
 
-# %% ../nbs/03d_vllm_args.ipynb #e2e88e7b
+# %% ../nbs/03d_vllm_args.ipynb #10f8d58c
 class EngineError(RuntimeError): "The engine could not start, or was left in a state in which it must not sample."
 class EngineClosed(EngineError): "The engine was closed, or another one took its place."
 class EngineRunning(EngineError): "Another engine is alive in this process."
@@ -145,7 +146,7 @@ def check_loaded(
     if missing := {n for n, _ in module.named_parameters()} - set(loaded or ()):
         raise EngineError(f"{len(missing)} parameters got no weight, first {min(missing)}: pass the whole policy")
 
-# %% ../nbs/03d_vllm_args.ipynb #a9f0e326
+# %% ../nbs/03d_vllm_args.ipynb #090d4d9d
 REMEDIES = {  # words in vLLM's error -> what to do
     "No available memory for the cache": "Raise gpu_memory_utilization, or lower max_model_len or max_num_seqs",
     "greater than the derived max_model_len": "Lower max_model_len: this model's positions end there",
@@ -157,7 +158,7 @@ REMEDIES = {  # words in vLLM's error -> what to do
     "not supported for now": "This vLLM does not know the architecture: see its list of supported models",
 }
 
-# %% ../nbs/03d_vllm_args.ipynb #86166cc6
+# %% ../nbs/03d_vllm_args.ipynb #3d78eac0
 def first_line(
     error, # an exception
 ) -> str: # one line, at most 400 characters

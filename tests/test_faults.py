@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 
 import child_runs
 from small import TASK, TOKENIZER, changed, child, gap, policy, rows, short, temporary, trainer, weights
-from grpo_colab import compat, toys
+from grpo_colab import compat, core, toys
 from grpo_colab.checkpoint import CheckpointError, last_whole_checkpoint
 from grpo_colab.colocate import ColocateGRPOConfig
 from grpo_colab.engine import Engine, EngineClosed, EngineError, EngineRunning
@@ -266,7 +266,7 @@ def test_failure_inside_vllm(where, undisturbed, tmp_path, monkeypatch):
     "Requests do not stay in the engine, weights of two versions are not sampled from, and train() goes on."
     t = trainer(tmp_path, reward=Twice(None), **RUN)
     llm, calls = t.engine.llm, []
-    owner, name = dict(enqueue=(llm.llm_engine, "add_request"), step=(llm.llm_engine.engine_core, "get_output")).get(
+    owner, name = dict(enqueue=(llm.llm_engine, "add_request"), step=(core.engine_core(llm), "step_fn")).get(
         where, (torch, "_foreach_copy_"))
     right = getattr(owner, name)
     def breaks(*args, **kwargs):
