@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PARTS', 'CLAIMS', 'plan', 'measure', 'kept', 'main']
 
-# %% ../nbs/23d_bench.ipynb #40fd129c
+# %% ../nbs/23d_bench.ipynb #346efc81
 import argparse, json, traceback
 from functools import partial
 from pathlib import Path
@@ -17,19 +17,19 @@ from .bench_rollout import rollout_claims, rollout_rows
 from .bench_step import CASES, step_claims, step_row
 from .bench_sync import SHAPES, decode_rows, result, sync_claims, sync_rows
 
-# %% ../nbs/23d_bench.ipynb #e6672086
+# %% ../nbs/23d_bench.ipynb #32a735fd
 #: bench -> its parts, in the order of measuring
 PARTS = dict(sync=("sync", "decode"), memory=("peak", "sleep", "one_base", "teardown"), rollout=("rollout",), pack=("pack",),
              step=tuple(CASES))
 #: bench -> rows to claims
 CLAIMS = dict(sync=sync_claims, memory=memory_claims, rollout=rollout_claims, pack=pack_claims, step=step_claims)
 
-# %% ../nbs/23d_bench.ipynb #981870c4
+# %% ../nbs/23d_bench.ipynb #cb7a2ecb
 def _jobs(shapes, repeats, cycles, small):
     "Part -> what is measured for it."
     large = shapes[min(1, len(shapes) - 1)]  # 1.5B by default
     toy = dict(counts=(16,), tokens=24, short=8) if small else {}
-    sizes = dict(number=16, batch=8, count=2, median=8, cap=16) if small else {}
+    sizes = dict(count=min(repeats, 3) + 1) | (dict(number=16, batch=8, median=8, cap=16) if small else {})
     return dict(sync=[partial(sync_rows, s, repeats) for s in shapes], decode=[partial(decode_rows, large, repeats)],
         peak=[partial(peak_row, s, lora) for s in shapes for lora in (False, True)], sleep=[partial(sleep_rows, large)],
         one_base=[partial(one_base_row, large)], teardown=[partial(teardown_row, cycles)],
@@ -37,7 +37,7 @@ def _jobs(shapes, repeats, cycles, small):
         pack=[partial(pack_rows, large, (40, 36, 50) if small else (1024,) * 16, min(repeats, 5), compiled=not small)],
         **{case: [partial(step_row, case, large, **sizes)] for case in CASES})
 
-# %% ../nbs/23d_bench.ipynb #c4e34a11
+# %% ../nbs/23d_bench.ipynb #4f526012
 def plan(
     name:str,          # a key of `PARTS`
     shapes:list[str],  # keys of `SHAPES`, or "toy"
@@ -51,7 +51,7 @@ def plan(
     jobs = _jobs(shapes, repeats, cycles, "toy" in shapes)
     return [job for part in PARTS[name] if part in (only or PARTS[name]) for job in jobs[part]]
 
-# %% ../nbs/23d_bench.ipynb #9999c244
+# %% ../nbs/23d_bench.ipynb #ea05375f
 def measure(
     work:list, # from `plan`
     after=lambda rows: None, # called with all rows so far after each
@@ -65,7 +65,7 @@ def measure(
         after(rows)
     return rows, failed
 
-# %% ../nbs/23d_bench.ipynb #178da5dd
+# %% ../nbs/23d_bench.ipynb #51d681ff
 def kept(
     old:dict,        # what the file holds, from `result`; empty for none
     rows:list[dict], # measured now
@@ -76,7 +76,7 @@ def kept(
     run, cases = {k: old[k] for k in ("command", "commit", "date", "versions")}, {row["case"] for row in rows}
     return [dict(run=run) | row for row in old["rows"] if row["case"] not in cases]
 
-# %% ../nbs/23d_bench.ipynb #8193f29c
+# %% ../nbs/23d_bench.ipynb #bc528e1e
 def _write(args, command, rows):
     "The file so far: whole, or as it was."
     if not args.json: return
@@ -88,7 +88,7 @@ def _write(args, command, rows):
     half.write_text(json.dumps(found, indent=1) + "\n")
     half.replace(args.json)
 
-# %% ../nbs/23d_bench.ipynb #1e7af9ed
+# %% ../nbs/23d_bench.ipynb #e8d69240
 def main(
     argv:list[str]|None=None, # arguments after `grpo-colab bench`
 ) -> int: # exit code; 1 when a measurement failed
