@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPTIONS', 'option', 'level_for', 'checkpointing_for', 'EngineGeneration', 'call_seed', 'runs']
 
-# %% ../nbs/06c_generation.ipynb #6235ae90
+# %% ../nbs/06c_generation.ipynb #a2a1dfad
 import contextlib, os, warnings
 from copy import copy
 from itertools import groupby
@@ -27,7 +27,7 @@ from .sleep import collect
 from .vllm_args import LARGEST_GRAPH
 from .weights import WeightSync
 
-# %% ../nbs/06c_generation.ipynb #dc66c7d9
+# %% ../nbs/06c_generation.ipynb #3c756484
 OPTIONS = dict(lora_sync="fold", one_base=True, sleep_level=None, verify="probe", offload_optimizer=False, engine_args=None,
                engine_dtype="auto") #: option -> what it is for a plain `GRPOConfig`
 
@@ -38,7 +38,7 @@ def option(
     "An option, or what TRL's own configuration amounts to."
     return getattr(args, name, OPTIONS[name])
 
-# %% ../nbs/06c_generation.ipynb #52838666
+# %% ../nbs/06c_generation.ipynb #5f6c7a22
 def level_for(
     args,               # `GRPOConfig` or `ColocateGRPOConfig`
     model,              # the policy
@@ -58,7 +58,7 @@ def level_for(
         level = 2
     return "kv" if shared and level in (1, 2) else level
 
-# %% ../nbs/06c_generation.ipynb #ffd4ec21
+# %% ../nbs/06c_generation.ipynb #cbd25b6d
 def checkpointing_for(
     args,        # `GRPOConfig` or `ColocateGRPOConfig`
     model,       # the policy
@@ -74,7 +74,7 @@ def checkpointing_for(
         return not needs.at(sleep_level(needs, total, 0 if asked is None else asked)).fits(total)
     except (ValueError, AttributeError, KeyError, TypeError): return True
 
-# %% ../nbs/06c_generation.ipynb #022435c3
+# %% ../nbs/06c_generation.ipynb #609b0dff
 class EngineGeneration(compat.vllm_generation()):
     "Stands where TRL's `VLLMGeneration` stands: `sync_weights()` and `generate()`, on an `Engine`."
     def __init__(self,
@@ -84,7 +84,7 @@ class EngineGeneration(compat.vllm_generation()):
         self.trainer, self._calls = trainer, {}
         super().__init__(**kwargs)
 
-# %% ../nbs/06c_generation.ipynb #86b5a9fa
+# %% ../nbs/06c_generation.ipynb #75d93e51
 @patch
 def _init_vllm(self:EngineGeneration):
     args, asked = self.trainer.args, option(self.trainer.args, "engine_args") or {}
@@ -104,7 +104,7 @@ def _init_vllm(self:EngineGeneration):
     self.engine.sleep(self._level)
     self.accelerator.wait_for_everyone()
 
-# %% ../nbs/06c_generation.ipynb #c4cc90d5
+# %% ../nbs/06c_generation.ipynb #933cddec
 @patch
 def _gpu_settings(self:EngineGeneration, args):
     "Engine arguments that only a GPU has, and the level at which the engine sleeps there."
@@ -114,16 +114,18 @@ def _gpu_settings(self:EngineGeneration, args):
     self._level = level_for(args, self.model, torch.cuda.mem_get_info()[1], shared)
     return dict(gpu_memory_utilization=self.gpu_memory_utilization, enable_sleep_mode=self._level != 0, pin=self._level == 1)
 
-# %% ../nbs/06c_generation.ipynb #1f2092fb
+# %% ../nbs/06c_generation.ipynb #2dd94e19
 @patch
 def _choose_checkpointing(self:EngineGeneration, args, engine):
     "Without it where there is room."
     cpu = compat.on_cpu()
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2 if cpu else torch.cuda.mem_get_info()[1]
     if getattr(args, "choose_checkpointing", False):
-        args.gradient_checkpointing = checkpointing_for(args, self.model, total, None if cpu else engine)
-        if not args.gradient_checkpointing: self.model.gradient_checkpointing_disable()
-        self.trainer.trace.event("gradient_checkpointing", on=args.gradient_checkpointing)
+        on = checkpointing_for(args, self.model, total, None if cpu else engine)
+        for name in ("gradient_checkpointing", "activation_checkpointing"):  # the second is its name since Transformers 5.24
+            if hasattr(args, name): setattr(args, name, on)
+        if not on: self.model.gradient_checkpointing_disable()
+        self.trainer.trace.event("gradient_checkpointing", on=on)
 
 @patch
 def _set_lora(self:EngineGeneration, lora):
@@ -132,7 +134,7 @@ def _set_lora(self:EngineGeneration, lora):
     self._sync = WeightSync(self.engine, self.model, lora)
     self._probe, self._proven = Probe(self._sync), None
 
-# %% ../nbs/06c_generation.ipynb #0b77f78a
+# %% ../nbs/06c_generation.ipynb #0f047c0e
 @patch(as_prop=True)
 def llm(self:EngineGeneration): # the `vllm.LLM`; TRL's tool loop reads the context length from it
     "The vLLM that samples."
@@ -144,7 +146,7 @@ def begin(self:EngineGeneration):
     collect()  # a former trainer's policy
     self._calls, self._sync.plan = {}, None
 
-# %% ../nbs/06c_generation.ipynb #f9d393bb
+# %% ../nbs/06c_generation.ipynb #cf568d0a
 @patch
 def sync_weights(self:EngineGeneration):
     "Copy the policy into the engine, waking its weights first if they sleep, and look whether it is there."
@@ -161,7 +163,7 @@ def sync_weights(self:EngineGeneration):
         self._probe.forget()  # it would keep the memory that is given back
         OneBase(self._sync).share()
 
-# %% ../nbs/06c_generation.ipynb #c57fd024
+# %% ../nbs/06c_generation.ipynb #af66f8bf
 @patch
 def _prove(self:EngineGeneration):
     "With the engine awake: measure if that is still to be done, and compare log-probs."
@@ -177,7 +179,7 @@ def _prove(self:EngineGeneration):
     with self.trainer.trace.span("verify", how="log-probs") as span: span.add(gap_nats=self._probe.compare())
     self._proven = self._sync.plan
 
-# %% ../nbs/06c_generation.ipynb #01bc80a7
+# %% ../nbs/06c_generation.ipynb #aa0fcfeb
 @patch
 def _sampling(self:EngineGeneration):
     "TRL's generation options as fields of vLLM's `SamplingParams`."
@@ -190,7 +192,7 @@ def _sampling(self:EngineGeneration):
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields
 
-# %% ../nbs/06c_generation.ipynb #26dffe0d
+# %% ../nbs/06c_generation.ipynb #6c25da43
 def call_seed(
     seed:int,       # `args.seed`
     step:int,       # optimizer steps so far
@@ -211,7 +213,7 @@ def _engine_call(self:EngineGeneration, prompts, n, sampling):
     self._calls[training] = call + 1
     return r
 
-# %% ../nbs/06c_generation.ipynb #67cbe2e3
+# %% ../nbs/06c_generation.ipynb #314d4f81
 def runs(
     prompts:list, # prompts, equal ones next to each other
 ) -> tuple[list, int]: # prompts to ask, and completions of each; (prompts, 1) when the repetitions differ in number
@@ -220,7 +222,7 @@ def runs(
     n = groups[0][1] if groups else 1
     return ([p for p, _ in groups], n) if all(c == n for _, c in groups) else (list(prompts), 1)
 
-# %% ../nbs/06c_generation.ipynb #b4b4ef10
+# %% ../nbs/06c_generation.ipynb #f6525573
 @patch
 def _shared(self:EngineGeneration, prompts):
     "The prompts of all ranks that share this engine, and where this rank's begin."
@@ -230,7 +232,7 @@ def _shared(self:EngineGeneration, prompts):
     torch.distributed.all_gather_object(parts, prompts, group=group)
     return [p for part in parts for p in part], sum(map(len, parts[:torch.distributed.get_rank(group)]))
 
-# %% ../nbs/06c_generation.ipynb #8b9bf73f
+# %% ../nbs/06c_generation.ipynb #d33d3991
 @patch
 @contextlib.contextmanager
 def _awake(self:EngineGeneration):
@@ -241,7 +243,7 @@ def _awake(self:EngineGeneration):
         self._prove()
         yield
 
-# %% ../nbs/06c_generation.ipynb #cbd10df6
+# %% ../nbs/06c_generation.ipynb #4e75f0d3
 @patch
 def generate(self:EngineGeneration,
     prompts:list[list[int]],  # this rank's prompts, each repeated as often as it is to be completed
@@ -263,7 +265,7 @@ def _with_images(prompt, images):
     data = images if images and len(images) > 1 else images and images[0]
     return dict(prompt_token_ids=prompt) | (dict(multi_modal_data=dict(image=data)) if images else {})
 
-# %% ../nbs/06c_generation.ipynb #57f579be
+# %% ../nbs/06c_generation.ipynb #5c909d59
 @patch
 def sample(self:EngineGeneration,
     prompts:list[list[int]], # prompts: token ids

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ColocateGRPOConfig', 'check_args', 'check_dataset', 'prompts_a_batch']
 
-# %% ../nbs/08_trainer_args.ipynb #22fbf7f3
+# %% ../nbs/08_trainer_args.ipynb #cd8a0afe
 import json
 from dataclasses import dataclass, field
 
@@ -13,13 +13,13 @@ import torch
 
 from . import compat
 
-# %% ../nbs/08_trainer_args.ipynb #7687fb87
+# %% ../nbs/08_trainer_args.ipynb #32824055
 _ = compat.import_vllm()  # before TRL imports it, so that its log is quiet
 
-# %% ../nbs/08_trainer_args.ipynb #03fc0f1c
+# %% ../nbs/08_trainer_args.ipynb #c10e37c6
 from trl import GRPOConfig
 
-# %% ../nbs/08_trainer_args.ipynb #8417e210
+# %% ../nbs/08_trainer_args.ipynb #07847cc6
 @dataclass
 class _Placement(GRPOConfig):
     "How policy and engine share a GPU."
@@ -36,7 +36,7 @@ class _Placement(GRPOConfig):
     verify:str = field(default="probe", metadata=dict(
         help="Proof after each sync that it arrived: 'probe' looks at some numbers of each tensor, 'full' at all, 'off'."))
 
-# %% ../nbs/08_trainer_args.ipynb #9b1b55ec
+# %% ../nbs/08_trainer_args.ipynb #5f505ca1
 @dataclass
 class _Rows(_Placement):
     "How the policy trains."
@@ -51,7 +51,7 @@ class _Rows(_Placement):
     compile_layers:bool = field(default=False, metadata=dict(
         help="Compile the policy's layers: faster steps, after a minute's start."))
 
-# %% ../nbs/08_trainer_args.ipynb #76e2e83c
+# %% ../nbs/08_trainer_args.ipynb #68fef2c8
 @dataclass
 class ColocateGRPOConfig(_Rows):
     "TRL's `GRPOConfig` with co-located vLLM on, and what TRL has no field for."
@@ -67,14 +67,15 @@ class ColocateGRPOConfig(_Rows):
         if str(self.sleep_level).isdigit(): self.sleep_level = int(self.sleep_level)  # from a command line
         if self.gradient_checkpointing not in ("auto", True, False):
             raise ValueError(f"gradient_checkpointing={self.gradient_checkpointing!r}: 'auto', True or False")
-        self.choose_checkpointing = self.gradient_checkpointing == "auto"
+        given = getattr(self, "activation_checkpointing", None)  # its name since Transformers 5.24
+        self.choose_checkpointing = self.gradient_checkpointing == "auto" and given is None
         self.gradient_checkpointing = bool(self.gradient_checkpointing)  # until the engine's size is known
         if isinstance(self.engine_args, str): self.engine_args = json.loads(self.engine_args)
         if self.bf16 is None and not (torch.cuda.is_available() and torch.cuda.is_bf16_supported(including_emulation=False)):
             self.bf16 = False  # TRL's default of True is an error on a CPU and emulated on a T4
         super().__post_init__()
 
-# %% ../nbs/08_trainer_args.ipynb #226c6ca7
+# %% ../nbs/08_trainer_args.ipynb #51f8c619
 def check_args(
     args, # a `GRPOConfig`
 ):
@@ -88,7 +89,7 @@ def check_args(
             raise ValueError(f"{name}={given!r}: one of {', '.join(map(repr, known))}")
     if getattr(args, "token_budget", 1) < 1: raise ValueError(f"token_budget={args.token_budget}: a row needs at least 1 token")
 
-# %% ../nbs/08_trainer_args.ipynb #68283212
+# %% ../nbs/08_trainer_args.ipynb #6d7b527a
 def check_dataset(
     name:str, # "train_dataset" or "eval_dataset", for the message
     data,     # a `Dataset`, an iterable one, a dict of them, or None

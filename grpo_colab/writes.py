@@ -5,20 +5,20 @@
 # %% auto #0
 __all__ = ['Write', 'Writes']
 
-# %% ../nbs/03g_writes.ipynb #51804902
+# %% ../nbs/03g_writes.ipynb #fbbbe498
 from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
 from fastcore.basics import patch
 
-# %% ../nbs/03g_writes.ipynb #9b6b8f52
+# %% ../nbs/03g_writes.ipynb #61142c7e
 try:
     import triton
     import triton.language as tl
 except ImportError: triton = None  # PyTorch for CPUs comes without
 
-# %% ../nbs/03g_writes.ipynb #bc1d478a
+# %% ../nbs/03g_writes.ipynb #5289e776
 @dataclass(frozen=True)
 class Write:
     "dest = source + scale·b·a; without factors dest = scale·source. Other dtypes are converted."
@@ -39,7 +39,7 @@ class Write:
         if self.a is None and self.scale == 1: return 0.
         return {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(self.dest.dtype, 1e-3)
 
-# %% ../nbs/03g_writes.ipynb #f1a26e05
+# %% ../nbs/03g_writes.ipynb #2bc5b547
 if triton:
     @triton.jit
     def _kernel(table, scales, tiles, RANK: tl.constexpr, SCALED: tl.constexpr, FOLD: tl.constexpr, DEST: tl.constexpr,
@@ -65,7 +65,7 @@ if triton:
             x = x + tl.load(scales + write) * ab
         tl.store(dest + m[:, None] * ds + n[None, :], x.to(DEST), mask=here)
 
-# %% ../nbs/03g_writes.ipynb #6205fcdb
+# %% ../nbs/03g_writes.ipynb #672681c1
 if triton:
     @triton.jit
     def _product(a, b, m, n, r, rows, columns, rank, stride, SOURCE: tl.constexpr):
@@ -77,7 +77,7 @@ if triton:
 
 _TILE = 32, 256  # the fastest of eight shapes tried on an H200
 
-# %% ../nbs/03g_writes.ipynb #7e0603a3
+# %% ../nbs/03g_writes.ipynb #bdd1ebae
 def _matrix(t):
     "As [rows, columns] with columns next to each other in memory, or None."
     if t.dim() != 2: t = t.reshape(-1, t.shape[-1] if t.dim() else 1) if t.is_contiguous() else None
@@ -101,7 +101,7 @@ def _kind(w, row):
     rank = max(16, 1 << (row[8] - 1).bit_length()) if row[8] else 16
     return w.dest.dtype, w.source.dtype, w.a.dtype if w.a is not None else None, rank, w.a is None and w.scale != 1, aligned
 
-# %% ../nbs/03g_writes.ipynb #b0c79ce3
+# %% ../nbs/03g_writes.ipynb #80e28e62
 def _tiles(rows):
     "[tiles, 3] int32: which write, which tile downwards, which across."
     parts = []
@@ -111,7 +111,7 @@ def _tiles(rows):
         parts.append(torch.stack([torch.full_like(at, i), at // across, at % across], dim=1))
     return torch.cat(parts).int()
 
-# %% ../nbs/03g_writes.ipynb #78a11d4b
+# %% ../nbs/03g_writes.ipynb #a78e52cc
 class _Launch:
     "Writes of one kind, and where they stand in the whole list."
     def __init__(self, kind, rows, scales, places, device):
@@ -130,7 +130,7 @@ class _Launch:
         _sample[(len(bad),)](self.table, self.scales, bad, seed, off, **self.kind, NUMBERS=64)
         return bad
 
-# %% ../nbs/03g_writes.ipynb #737ea30f
+# %% ../nbs/03g_writes.ipynb #34e08066
 class Writes:
     "Writes that are repeated: looked at once, then run in as few launches as there are kinds."
     def __init__(self,
@@ -150,7 +150,7 @@ class Writes:
         self.copies = [w for w in self.rest if w.a is None and w.scale == 1]
         self.rest = [w for w in self.rest if w.a is not None or w.scale != 1]
 
-# %% ../nbs/03g_writes.ipynb #6b69b407
+# %% ../nbs/03g_writes.ipynb #80bad9d3
 @patch
 @torch.no_grad()
 def run(self:Writes):
@@ -159,9 +159,9 @@ def run(self:Writes):
     if self.copies: torch._foreach_copy_([w.dest for w in self.copies], [w.source for w in self.copies])
     for w in self.rest: w.dest.copy_(w.value())
 
-# %% ../nbs/03g_writes.ipynb #9d9ce027
+# %% ../nbs/03g_writes.ipynb #fb65d1d8
 if triton:
-    @triton.jit
+    @triton.jit(do_not_specialize=["seed"])  # or it is compiled anew for 0, for 1 and for the others
     def _sample(table, scales, bad, seed, off, SCALED: tl.constexpr, FOLD: tl.constexpr, DEST: tl.constexpr,
                 SOURCE: tl.constexpr, FACTOR: tl.constexpr, NUMBERS: tl.constexpr):
         write, at = tl.program_id(0), tl.arange(0, NUMBERS)
@@ -184,7 +184,7 @@ if triton:
         good = tl.abs(found - x) <= off * (tl.abs(x) + 1e-3 * summands)  # false for NaN
         tl.store(bad + write, tl.sum(1 - good.to(tl.int32), axis=0))
 
-# %% ../nbs/03g_writes.ipynb #111922b0
+# %% ../nbs/03g_writes.ipynb #9e7172fd
 def _wrong(w, numbers, rng):
     "How many of `numbers` random numbers of a write, or of all for None, are not there; by PyTorch."
     found, value, summands = w.dest, w.value().to(w.dest.device, w.dest.dtype), w.source.abs().to(w.dest.device)
@@ -194,7 +194,7 @@ def _wrong(w, numbers, rng):
         found, value, summands = (t.reshape(-1)[at] for t in (found, value, summands))
     return (~((found.float() - value.float()).abs() <= w.off() * (value.abs().float() + 1e-3 * summands.float()))).sum()
 
-# %% ../nbs/03g_writes.ipynb #ac7ce7d9
+# %% ../nbs/03g_writes.ipynb #fda5aeee
 @patch
 @torch.no_grad()
 def differ(self:Writes,

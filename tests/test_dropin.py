@@ -337,6 +337,15 @@ def test_resume_inside_a_generation(tmp_path):
     assert seen == [(3, whole[2]), (4, whole[4])]
 
 
+@pytest.mark.parametrize("asked, on", [("auto", False), (True, True), (False, False)])
+def test_checkpointing_is_chosen(asked, on, tmp_path):
+    "A toy fits without it, so 'auto' leaves it out; under both names that Transformers has for it."
+    t = trainer(tmp_path, config=ColocateGRPOConfig, gradient_checkpointing=asked, max_steps=1)
+    t.train()
+    assert t.model.is_gradient_checkpointing == on == t.args.gradient_checkpointing
+    assert getattr(t.args, "activation_checkpointing", on) == on
+
+
 # ---- the same as TRL ----
 
 class Events(TrainerCallback):
