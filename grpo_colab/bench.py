@@ -5,26 +5,28 @@
 # %% auto #0
 __all__ = ['PARTS', 'CLAIMS', 'plan', 'measure', 'kept', 'main']
 
-# %% ../nbs/23d_bench.ipynb #346efc81
+# %% ../nbs/23d_bench.ipynb #5e20aebd
 import argparse, json, traceback
 from functools import partial
 from pathlib import Path
 
 from . import compat
+from .bench_curves import curve_claims, curve_rows
 from .bench_memory import memory_claims, one_base_row, peak_row, sleep_rows, teardown_row
 from .bench_pack import pack_claims, pack_rows
 from .bench_rollout import rollout_claims, rollout_rows
 from .bench_step import CASES, step_claims, step_row
 from .bench_sync import SHAPES, decode_rows, result, sync_claims, sync_rows
 
-# %% ../nbs/23d_bench.ipynb #32a735fd
+# %% ../nbs/23d_bench.ipynb #1d7cac13
 #: bench -> its parts, in the order of measuring
 PARTS = dict(sync=("sync", "decode"), memory=("peak", "sleep", "one_base", "teardown"), rollout=("rollout",), pack=("pack",),
-             step=tuple(CASES))
+             step=tuple(CASES), curves=("curves",))
 #: bench -> rows to claims
-CLAIMS = dict(sync=sync_claims, memory=memory_claims, rollout=rollout_claims, pack=pack_claims, step=step_claims)
+CLAIMS = dict(sync=sync_claims, memory=memory_claims, rollout=rollout_claims, pack=pack_claims, step=step_claims,
+              curves=curve_claims)
 
-# %% ../nbs/23d_bench.ipynb #cb7a2ecb
+# %% ../nbs/23d_bench.ipynb #01b69a2c
 def _jobs(shapes, repeats, cycles, small):
     "Part -> what is measured for it."
     large = shapes[min(1, len(shapes) - 1)]  # 1.5B by default
@@ -35,9 +37,10 @@ def _jobs(shapes, repeats, cycles, small):
         one_base=[partial(one_base_row, large)], teardown=[partial(teardown_row, cycles)],
         rollout=[partial(rollout_rows, large, repeats=min(repeats, 3), **toy)],
         pack=[partial(pack_rows, large, (40, 36, 50) if small else (1024,) * 16, min(repeats, 5), compiled=not small)],
+        curves=[partial(curve_rows, *((2, 6) if small else ()))],
         **{case: [partial(step_row, case, large, **sizes)] for case in CASES})
 
-# %% ../nbs/23d_bench.ipynb #4f526012
+# %% ../nbs/23d_bench.ipynb #fc069cb8
 def plan(
     name:str,          # a key of `PARTS`
     shapes:list[str],  # keys of `SHAPES`, or "toy"
@@ -51,7 +54,7 @@ def plan(
     jobs = _jobs(shapes, repeats, cycles, "toy" in shapes)
     return [job for part in PARTS[name] if part in (only or PARTS[name]) for job in jobs[part]]
 
-# %% ../nbs/23d_bench.ipynb #ea05375f
+# %% ../nbs/23d_bench.ipynb #adb9f385
 def measure(
     work:list, # from `plan`
     after=lambda rows: None, # called with all rows so far after each
@@ -65,7 +68,7 @@ def measure(
         after(rows)
     return rows, failed
 
-# %% ../nbs/23d_bench.ipynb #51d681ff
+# %% ../nbs/23d_bench.ipynb #f308bb31
 def kept(
     old:dict,        # what the file holds, from `result`; empty for none
     rows:list[dict], # measured now
@@ -76,7 +79,7 @@ def kept(
     run, cases = {k: old[k] for k in ("command", "commit", "date", "versions")}, {row["case"] for row in rows}
     return [dict(run=run) | row for row in old["rows"] if row["case"] not in cases]
 
-# %% ../nbs/23d_bench.ipynb #bc528e1e
+# %% ../nbs/23d_bench.ipynb #16ebf015
 def _write(args, command, rows):
     "The file so far: whole, or as it was."
     if not args.json: return
@@ -88,13 +91,13 @@ def _write(args, command, rows):
     half.write_text(json.dumps(found, indent=1) + "\n")
     half.replace(args.json)
 
-# %% ../nbs/23d_bench.ipynb #e8d69240
+# %% ../nbs/23d_bench.ipynb #1bfd126d
 def main(
     argv:list[str]|None=None, # arguments after `grpo-colab bench`
 ) -> int: # exit code; 1 when a measurement failed
     "Measure, print the claims, and write the file."
     p = argparse.ArgumentParser(prog="grpo-colab bench", description="Measure beside TRL and beside the limit, in one run.")
-    p.add_argument("name", choices=[*PARTS], help="one of the notebooks 23b to 23cc")
+    p.add_argument("name", choices=[*PARTS], help="one of the notebooks 23b to 23cd")
     p.add_argument("--shapes", nargs="+", choices=[*SHAPES, "toy"],
                    help="default: toy on a CPU; on a GPU all of sync, else the first two; where one is measured, the second")
     p.add_argument("--repeats", type=int, default=20, help="of each measurement (%(default)s)")
