@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['curves_of', 'curve_rows', 'curve_claims']
 
-# %% ../nbs/23cd_bench_curves.ipynb #9d188649
+# %% ../nbs/23cd_bench_curves.ipynb #39c5e84c
 import contextlib, copy, gc, statistics, tempfile
 
 from tqdm.auto import tqdm
@@ -16,11 +16,11 @@ from .colocate import ColocateGRPOTrainer
 from .engine import Engine
 from .trainer_args import ColocateGRPOConfig
 
-# %% ../nbs/23cd_bench_curves.ipynb #cd898512
+# %% ../nbs/23cd_bench_curves.ipynb #fa498d74
 from transformers import PrinterCallback
 from trl import GRPOTrainer
 
-# %% ../nbs/23cd_bench_curves.ipynb #d61e9c70
+# %% ../nbs/23cd_bench_curves.ipynb #1778b4ae
 def curves_of(
     who:str,   # "ours" or "peer"
     policy,    # is copied
@@ -42,9 +42,9 @@ def curves_of(
     rows = [row for row in trainer.state.log_history if "loss" in row]
     return dict(losses=[r["loss"] for r in rows], rewards=[r["reward"] for r in rows])
 
-# %% ../nbs/23cd_bench_curves.ipynb #2c6b3455
+# %% ../nbs/23cd_bench_curves.ipynb #3c26307c
 def curve_rows(
-    seeds:int=3,  # runs of each trainer
+    seeds:int=8,  # runs of each trainer
     steps:int=20, # optimizer steps of each run
 ) -> list[dict]: # one for losses and one for rewards: each run's values by step, of both
     "Train a toy policy with both trainers."
@@ -60,7 +60,7 @@ def curve_rows(
     pick = lambda name: {who: [run[name] for run in runs] for who, runs in found.items()}
     return [dict(case=f"curve_{name}_toy", metric=name, unit="", **pick(name)) for name in ("losses", "rewards")]
 
-# %% ../nbs/23cd_bench_curves.ipynb #2e8c039f
+# %% ../nbs/23cd_bench_curves.ipynb #045d5bce
 def curve_claims(
     rows:list[dict], # from `curve_rows`
 ) -> dict[str, float]: # gap of losses and of rewards, in standard deviations over seeds; the noise itself

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CASES', 'lengths_of', 'config', 'trl_on', 'steps_of', 'step_row', 'step_claims']
 
-# %% ../nbs/23cc_bench_step.ipynb #37d99126
+# %% ../nbs/23cc_bench_step.ipynb #5f51c68c
 import contextlib, gc, statistics, tempfile, time
 
 import numpy as np
@@ -19,11 +19,11 @@ from .trace import steps as traced
 from .trainer_args import ColocateGRPOConfig
 from .vllm_args import real_stdout
 
-# %% ../nbs/23cc_bench_step.ipynb #b05f6aa7
+# %% ../nbs/23cc_bench_step.ipynb #1404a603
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
-# %% ../nbs/23cc_bench_step.ipynb #b9b03865
+# %% ../nbs/23cc_bench_step.ipynb #b8a5b703
 def lengths_of(
     kind:str,      # "fixed" or "lognormal"
     number:int,    # of completions
@@ -37,7 +37,7 @@ def lengths_of(
     draw = np.random.default_rng(seed).lognormal(np.log(median), sigma, number)
     return np.clip(draw.round().astype(int), 1, cap)
 
-# %% ../nbs/23cc_bench_step.ipynb #3f0ec3df
+# %% ../nbs/23cc_bench_step.ipynb #30d51370
 class _Clock(TrainerCallback):
     "Seconds of each step, in `times`."
     def __init__(self): self.times, self.begin = [], None
@@ -63,7 +63,7 @@ def config(
         learning_rate=1e-6, lr_scheduler_type="constant", disable_tqdm=True, trace_path=None,
         generation_kwargs=dict(ignore_eos=True), vllm_gpu_memory_utilization=.3, **more)
 
-# %% ../nbs/23cc_bench_step.ipynb #c31c93f6
+# %% ../nbs/23cc_bench_step.ipynb #6c9b2427
 def _prompts(number):
     from datasets import Dataset
     words = np.random.default_rng(0).integers(0, 26, (number, 32))
@@ -77,7 +77,7 @@ def trl_on(
     module = compat.engine_module(engine.llm)
     with compat.trl_llm(instead=engine.llm), compat.plain_layers(module), real_stdout(): yield
 
-# %% ../nbs/23cc_bench_step.ipynb #526e9a70
+# %% ../nbs/23cc_bench_step.ipynb #15422735
 def steps_of(
     who:str,       # "ours" or "peer"
     model,         # the policy
@@ -102,7 +102,7 @@ def steps_of(
     phases = [step["phases"] for step in traced(trainer.trace.events)] if who == "ours" else None
     return dict(times=clock.times, losses=losses, tokens=tokens, phases=phases)
 
-# %% ../nbs/23cc_bench_step.ipynb #96f324e5
+# %% ../nbs/23cc_bench_step.ipynb #7f40a92e
 #: name -> kind of lengths, adapters?, options of ours, options of TRL's
 CASES = dict(
     fixed_full=("fixed", False, dict(sleep_level=0), {}),
@@ -112,7 +112,7 @@ CASES = dict(
     fixed_full_sleep2=("fixed", False, dict(sleep_level=2), dict(vllm_enable_sleep_mode=True)),  # last: vLLM sleeps by itself
 )
 
-# %% ../nbs/23cc_bench_step.ipynb #06ba3f6c
+# %% ../nbs/23cc_bench_step.ipynb #850eaf58
 def step_row(
     name:str,       # a key of `CASES`
     shape:str,      # a key of `SHAPES`, or "toy"
@@ -136,7 +136,7 @@ def step_row(
         del policy; gc.collect()
     return row
 
-# %% ../nbs/23cc_bench_step.ipynb #dc9a70b6
+# %% ../nbs/23cc_bench_step.ipynb #b40bd79a
 def step_claims(
     rows:list[dict], # from `step_row`
 ) -> dict[str, float]: # claim -> number
