@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from small import TOKENIZER, policy, rows, temporary, trainer, weights
+from small import TASK, TOKENIZER, policy, rows, temporary, trainer, weights
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from grpo_colab import compat
 from grpo_colab.colocate import ColocateGRPOConfig
 from grpo_colab.engine import Engine, EngineError
+from grpo_colab.policy import PackedGRPOTrainer
 from grpo_colab.policy_weights import policy_weights
 from grpo_colab.sharded import ShardedSync, fsdp2_gather, zero3_gather
 from grpo_colab.weights import WeightSync
+from trl import GRPOConfig, GRPOTrainer
 
 out = sys.argv[1]
 
@@ -93,6 +95,25 @@ def beside_load_weights(engine, sync, model, whole):
                 shape=list(fused.shape))
 
 
+def by_rows(options):
+    "TRL's trainer and ours under DDP, from one seed: how far their weights are apart and have moved, and the rows of each step here."
+    ends, counts = [weights(policy())], []
+    for cls in (GRPOTrainer, PackedGRPOTrainer):
+        args = GRPOConfig(f"{out}/rows", per_device_train_batch_size=8, num_generations=4, max_completion_length=12, max_steps=2,
+            gradient_accumulation_steps=2, optim="sgd", learning_rate=.1, use_cpu=True, bf16=False, save_strategy="no",
+            report_to="none", disable_tqdm=True, **options)
+        args.token_budget = 25
+        t = cls(policy(), lambda completions, **columns: [c.count("a") - len(c) / 9 for c in completions], args, TASK.train,
+                processing_class=TOKENIZER)
+        if cls is PackedGRPOTrainer:
+            cut = t._rows
+            t._rows = lambda *given: counts.append(len(rows := cut(*given))) or rows
+        t.train()
+        ends.append(weights(t.model))
+    far = lambda a, b: max((a[n] - b[n]).abs().max().item() for n in a)
+    return dict(rows=counts, apart=far(ends[1], ends[2]), moved=far(ends[0], ends[1]), padded=t.padded_because())
+
+
 def halved_engine(model, **changes):
     return Engine(model, TOKENIZER, tensor_parallel_size=2, load=False, max_model_len=32, max_num_seqs=8, enforce_eager=True,
                   dtype="float32", if_running="reuse", **changes)
@@ -162,6 +183,7 @@ try: trainer(f"{out}/none", engine_args=dict(num_gpu_blocks_override=0), **train
 except EngineError as e: failed = str(e)
 environment = dict(os.environ)  # with what accelerate has set
 result = dict(rank=dist.get_rank(), size=dist.get_world_size(), failed=failed, after_failure=left(), tp=two_steps(2), dp=two_steps(1),
-              halves=halves())
+              halves=halves(), dapo=by_rows(dict(loss_type="dapo")),
+              bnpo=by_rows(dict(loss_type="bnpo", mask_truncated_completions=True)))
 with open(f"{out}/rank{dist.get_rank()}.json", "w") as f: json.dump(result, f)
 dist.destroy_process_group()

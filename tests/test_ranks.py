@@ -102,3 +102,11 @@ def test_each_half_with_an_adapter(ranks, kind):
 def test_adapter_in_a_slot_of_two_ranks(ranks):
     "Log-probs as when it is folded, and not those of the base."
     for r in ranks: assert r["halves"]["slot"]["gap"] < 1e-3 < r["halves"]["slot"]["moved"]
+
+
+@pytest.mark.parametrize("loss", ["dapo", "bnpo"])
+def test_rows_of_two_ranks(ranks, loss):
+    "Completions differ in length, so the ranks have different numbers of rows; the policy is TRL's all the same."
+    a, b = found = [r[loss] for r in ranks]
+    assert a["rows"] != b["rows"] and max(a["rows"] + b["rows"]) > 2
+    for r in found: assert r["padded"] == "" and r["apart"] < 1e-6 < 1e-3 < r["moved"]
