@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['fast_why', 'fast_rollouts']
 
-# %% ../nbs/03i_fast_rollouts.ipynb #817a30be
-import contextlib, gc
+# %% ../nbs/03i_fast_rollouts.ipynb #79189f52
+import contextlib, gc, warnings
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from .rollouts import Rollouts
 from .runner import spared
 from .sample import run_requests, to_rollouts
 
-# %% ../nbs/03i_fast_rollouts.ipynb #22c0a3fa
+# %% ../nbs/03i_fast_rollouts.ipynb #9a6cfc50
 def fast_why(
     llm, # a `vllm.LLM`
 ) -> str|None: # None: `fast_rollouts` steps the engine core itself
@@ -32,7 +32,7 @@ def _no_collection():
     finally:
         if on: gc.enable()
 
-# %% ../nbs/03i_fast_rollouts.ipynb #40fc6062
+# %% ../nbs/03i_fast_rollouts.ipynb #62f37651
 def fast_rollouts(
     llm,                      # a `vllm.LLM` in this process
     prompts:list,             # lists of token ids, or vLLM's prompt dicts
@@ -43,7 +43,9 @@ def fast_rollouts(
 ) -> Rollouts: # `params.n` completions a prompt, prompt after prompt
     "As `to_rollouts(run_requests(…))`, without the objects. After any error or interrupt no request is left in the engine."
     if params.logprobs is None: raise ValueError("Rollouts need the log-prob of each token: SamplingParams(logprobs=0)")
-    if params.stop or params.logprobs < 0 or fast_why(llm):
+    why = fast_why(llm)
+    if why: warnings.warn(f"completions come through vLLM's public API, which takes several times as long: {why}")
+    if params.stop or params.logprobs < 0 or why:
         return to_rollouts(run_requests(llm, prompts, params, lora, on_done), version)
     with _no_collection(), spared(llm), Stepper(llm, params) as stepper:
         try:
@@ -55,7 +57,7 @@ def fast_rollouts(
             with uninterrupted(): stepper.close()
     return _collect(stepper, version)
 
-# %% ../nbs/03i_fast_rollouts.ipynb #19e87f9e
+# %% ../nbs/03i_fast_rollouts.ipynb #9c4812e4
 def _collect(stepper, version):
     n, (tokens, logprobs, offsets, stopped) = stepper.params.n, stepper.arrays()
     ids = [np.asarray(r.prompt_token_ids, np.int32) for r in stepper.requests[::n]]
