@@ -7,7 +7,7 @@ __all__ = ['TILE_TOKENS', 'TILE_VOCAB', 'CONTEXT', 'GRAPHS', 'WORKSPACE', 'on_me
            'logprobs_peak', 'optimizer_bytes', 'engine_bytes', 'Estimate', 'estimate', 'budget_figure',
            'TooLittleMemory', 'sleep_level']
 
-# %% ../nbs/06a_budget.ipynb #50a499e7
+# %% ../nbs/06a_budget.ipynb #3ddcabeb
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ from .figures import theme
 from .memory import GIB, OWNERS, TAGS
 from .sleep import LEVELS
 
-# %% ../nbs/06a_budget.ipynb #81c66aab
+# %% ../nbs/06a_budget.ipynb #d9a051cb
 def on_meta(
     config,     # of Transformers
     lora=None,  # PEFT's `LoraConfig`, or None
@@ -34,7 +34,7 @@ def on_meta(
 
 def _bytes(params): return sum(p.numel() * p.element_size() for p in params)
 
-# %% ../nbs/06a_budget.ipynb #0dd72d3a
+# %% ../nbs/06a_budget.ipynb #9da75c84
 def shapes(
     model, # a `PreTrainedModel` or `PeftModel`, with memory or without
 ) -> SimpleNamespace: # widths and counts (numbers), and bytes: params, base (without adapters), trained, head, tied
@@ -56,7 +56,7 @@ def shapes(
         adapted=bool(adapted), factors=sum(m.in_features + sum(m.r[a] for a in m.active_adapters) for m in adapted),
         head=_bytes([head]) * head.requires_grad, head_numbers=head.numel() * head.requires_grad, tied=head is embedding)
 
-# %% ../nbs/06a_budget.ipynb #b11b5a0e
+# %% ../nbs/06a_budget.ipynb #1ed961ca
 def layer_saves(
     s,               # `shapes` of the model
     length:int,      # tokens of a sequence, padding included
@@ -68,12 +68,12 @@ def layer_saves(
     common = 8 * s.hidden + 8 + 4 * (s.query + s.keys + s.heads) + 6 * s.inner + mask + norms
     return common + (2 * s.factors // s.layers if s.adapted else 8 * s.hidden + 2 * s.inner)
 
-# %% ../nbs/06a_budget.ipynb #ae15b1b8
+# %% ../nbs/06a_budget.ipynb #b7cea3f2
 TILE_TOKENS, TILE_VOCAB = 4096, 32768 #: TRL's tiles of logits: trl/kernels/chunked_logprob.py, trl/trainer/utils.py
 
 def _tile(s, scored): return 2 * min(scored, TILE_TOKENS) * TILE_VOCAB
 
-# %% ../nbs/06a_budget.ipynb #0e43d82a
+# %% ../nbs/06a_budget.ipynb #e2a2d9ed
 def train_peak(
     s,                       # `shapes` of the policy
     batch:int,               # sequences in a forward pass
@@ -96,7 +96,7 @@ def train_peak(
                "embedding": (s.trained, entry + s.head * s.tied)}
     return {k: (s.trained if accumulate else g, a) for k, (g, a) in moments.items()}
 
-# %% ../nbs/06a_budget.ipynb #7e9d3afa
+# %% ../nbs/06a_budget.ipynb #4282c716
 def logprobs_peak(
     s,              # `shapes` of the policy
     batch:int,      # sequences in a forward pass
@@ -118,7 +118,7 @@ def optimizer_bytes(
     if name == "sgd": return 0, s.trained
     raise ValueError(f"optim={name!r}: only AdamW (adamw_torch_fused, adamw_torch, 8-bit) and sgd can be estimated")
 
-# %% ../nbs/06a_budget.ipynb #486b898a
+# %% ../nbs/06a_budget.ipynb #26d85943
 def engine_bytes(
     s,          # `shapes` of the policy
     engine:dict,# of vLLM's arguments: those that size its memory are read
@@ -135,7 +135,7 @@ def engine_bytes(
             f"the engine's weights take {weights/GIB:.1f} and a forward pass {trial/GIB:.1f}. Raise it")
     return {"engine weights": weights, "kv cache": kv}
 
-# %% ../nbs/06a_budget.ipynb #8ee27b55
+# %% ../nbs/06a_budget.ipynb #c8348c11
 @dataclass
 class Estimate:
     "What each owner needs in each phase."
@@ -159,7 +159,7 @@ class Estimate:
         own = ("policy weights", "gradients", "optimizer", "activations")
         return max(sum(row[o] for o in own) for p, row in self.phases.items() if p != "rollout")
 
-# %% ../nbs/06a_budget.ipynb #eef77aab
+# %% ../nbs/06a_budget.ipynb #ce11a7a4
 @patch
 def at(self:Estimate,
     level, # 0, "kv", 1 or 2
@@ -182,7 +182,7 @@ def _repr_html_(self:Estimate):
     table.loc["sum"] = table.sum()
     return f"<p>GiB, sleep level {self.level!r}</p>" + table.map(lambda v: f"{v:.2f}" if v else "").to_html()
 
-# %% ../nbs/06a_budget.ipynb #b6dd307a
+# %% ../nbs/06a_budget.ipynb #1bc68579
 CONTEXT = GIB // 2   #: a CUDA context with PyTorch's kernels: 0.51 GiB on an H200
 GRAPHS = GIB // 4    #: what vLLM's libraries and few CUDA graphs add to it: 0.22 GiB on an H200; many graphs take more
 WORKSPACE = 32 << 20 #: cuBLAS's, for each stream that multiplies, on Hopper (PyTorch's notes on CUDA, "cuBLAS workspaces")
@@ -195,7 +195,7 @@ def _always(s, args, asks, total):
     graphs = 0 if asks.get("enforce_eager") else GRAPHS
     return row | engine_bytes(s, asks, total) | {"graphs and context": CONTEXT + graphs, "other": 2 * WORKSPACE}
 
-# %% ../nbs/06a_budget.ipynb #b10e3c22
+# %% ../nbs/06a_budget.ipynb #efe69462
 def estimate(
     model,                        # a Transformers config, or a `PreTrainedModel` or `PeftModel` with memory or without
     args,                         # TRL's `GRPOConfig`, or anything with its fields
@@ -217,14 +217,16 @@ def estimate(
     always = dict.fromkeys(OWNERS, 0) | _always(s, args, asks, total)
     return Estimate({p: always | row for p, row in _phases(s, args, asks, prompt, padded, offload_optimizer).items()})
 
-# %% ../nbs/06a_budget.ipynb #406a7948
+# %% ../nbs/06a_budget.ipynb #72c7afcf
 def _phases(s, args, asks, prompt, padded, offload):
     "What comes and goes: phase -> {owner: bytes}."
     batch, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     completion, (state, moment) = args.max_completion_length, optimizer_bytes(s, args.optim)
     sampled = batch * (getattr(args, "steps_per_generation", None) or passes)
     if getattr(args, "packing", False):  # rows of tokens, and no padding; the passes of a step are one batch of rows
-        batch, step, padded = max(1, min(batch * passes, args.token_budget / (prompt + completion))), batch * passes, False
+        whole, step, padded = prompt + completion, batch * passes, False
+        budget = min(16_384, batch * whole) if args.token_budget == "auto" else args.token_budget  # as `policy` has it
+        batch = max(1, min(step, budget / whole))
         passes = -(-step // batch)
     sampling = 18 * s.vocab * min(sampled, asks.get("max_num_seqs", 256)) if asks is not None else 0
     moments = train_peak(s, batch, prompt, completion, args.gradient_checkpointing, passes > 1, padded)
@@ -234,7 +236,7 @@ def _phases(s, args, asks, prompt, padded, offload):
             "train": {"optimizer": state, "gradients": gradients, "activations": activations},
             "optimizer": {"optimizer": state, "gradients": s.trained, "activations": moment}}
 
-# %% ../nbs/06a_budget.ipynb #43a7c620
+# %% ../nbs/06a_budget.ipynb #0d3a8286
 def budget_figure(
     estimate:Estimate, # of a run
     total=None,        # bytes of the GPU, drawn as a line; None: no line
@@ -249,7 +251,7 @@ def budget_figure(
     if total is not None: fig.add_hline(y=total / GIB, line_dash="dash", annotation_text=f"{total / GIB:.0f} GiB")
     return fig
 
-# %% ../nbs/06a_budget.ipynb #10c69df5
+# %% ../nbs/06a_budget.ipynb #72376bfd
 class TooLittleMemory(ValueError):
     "A run does not fit on the GPU, however deep its engine sleeps."
 
@@ -266,7 +268,7 @@ def _complaint(e, total, margin):
             f"of {total/GIB:.1f}, with the engine asleep outside rollouts. What helps: "
             + "; ".join(_REMEDIES[o] for o in held[:4] if o in _REMEDIES))
 
-# %% ../nbs/06a_budget.ipynb #83ef5ab6
+# %% ../nbs/06a_budget.ipynb #ad2c313c
 def sleep_level(
     estimate:Estimate, # of the run
     total:int,         # bytes of the GPU

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ColocateGRPOConfig', 'check_args', 'check_dataset', 'prompts_a_batch']
 
-# %% ../nbs/08_trainer_args.ipynb #cd8a0afe
+# %% ../nbs/08_trainer_args.ipynb #51a73772
 import json
 from dataclasses import dataclass, field
 
@@ -13,13 +13,13 @@ import torch
 
 from . import compat
 
-# %% ../nbs/08_trainer_args.ipynb #32824055
+# %% ../nbs/08_trainer_args.ipynb #059dba78
 _ = compat.import_vllm()  # before TRL imports it, so that its log is quiet
 
-# %% ../nbs/08_trainer_args.ipynb #c10e37c6
+# %% ../nbs/08_trainer_args.ipynb #ad12064c
 from trl import GRPOConfig
 
-# %% ../nbs/08_trainer_args.ipynb #07847cc6
+# %% ../nbs/08_trainer_args.ipynb #374ded14
 @dataclass
 class _Placement(GRPOConfig):
     "How policy and engine share a GPU."
@@ -36,14 +36,14 @@ class _Placement(GRPOConfig):
     verify:str = field(default="probe", metadata=dict(
         help="Proof after each sync that it arrived: 'probe' looks at some numbers of each tensor, 'full' at all, 'off'."))
 
-# %% ../nbs/08_trainer_args.ipynb #5f505ca1
+# %% ../nbs/08_trainer_args.ipynb #127646b4
 @dataclass
 class _Rows(_Placement):
     "How the policy trains."
     packing:bool = field(default=True, metadata=dict(
         help="Train on rows of whole sequences without padding. False: TRL's padded batches."))
-    token_budget:int = field(default=16_384, metadata=dict(
-        help="Tokens of a row. Memory follows it, and not per_device_train_batch_size."))
+    token_budget:int|str = field(default="auto", metadata=dict(
+        help="Tokens of a row. Memory follows it, and not per_device_train_batch_size. 'auto': what fits, at most 16,384."))
     gradient_checkpointing:bool|str = field(default="auto", metadata=dict(
         help="Compute layers again in the backward pass instead of keeping what they did. 'auto': only when it does not fit."))
     skip_zero_advantage:bool = field(default=False, metadata=dict(
@@ -51,7 +51,7 @@ class _Rows(_Placement):
     compile_layers:bool = field(default=False, metadata=dict(
         help="Compile the policy's layers: faster steps, after a minute's start."))
 
-# %% ../nbs/08_trainer_args.ipynb #68fef2c8
+# %% ../nbs/08_trainer_args.ipynb #bff6a3d8
 @dataclass
 class ColocateGRPOConfig(_Rows):
     "TRL's `GRPOConfig` with co-located vLLM on, and what TRL has no field for."
@@ -64,6 +64,7 @@ class ColocateGRPOConfig(_Rows):
 
     def __post_init__(self):
         if not torch.cuda.is_available(): self.use_cpu = True
+        if str(self.token_budget).isdigit(): self.token_budget = int(self.token_budget)
         if str(self.sleep_level).isdigit(): self.sleep_level = int(self.sleep_level)  # from a command line
         if self.gradient_checkpointing not in ("auto", True, False):
             raise ValueError(f"gradient_checkpointing={self.gradient_checkpointing!r}: 'auto', True or False")
@@ -75,7 +76,7 @@ class ColocateGRPOConfig(_Rows):
             self.bf16 = False  # TRL's default of True is an error on a CPU and emulated on a T4
         super().__post_init__()
 
-# %% ../nbs/08_trainer_args.ipynb #51f8c619
+# %% ../nbs/08_trainer_args.ipynb #30e9faa0
 def check_args(
     args, # a `GRPOConfig`
 ):
@@ -87,9 +88,11 @@ def check_args(
                             verify=("probe", "full", "off")).items():
         if (given := getattr(args, name, known[0])) not in known:
             raise ValueError(f"{name}={given!r}: one of {', '.join(map(repr, known))}")
-    if getattr(args, "token_budget", 1) < 1: raise ValueError(f"token_budget={args.token_budget}: a row needs at least 1 token")
+    budget = getattr(args, "token_budget", "auto")
+    if budget != "auto" and (not isinstance(budget, int) or budget < 1):
+        raise ValueError(f"token_budget={budget!r}: 'auto', or a number of tokens, at least 1")
 
-# %% ../nbs/08_trainer_args.ipynb #6d7b527a
+# %% ../nbs/08_trainer_args.ipynb #fb707627
 def check_dataset(
     name:str, # "train_dataset" or "eval_dataset", for the message
     data,     # a `Dataset`, an iterable one, a dict of them, or None
