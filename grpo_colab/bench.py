@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['PARTS', 'CLAIMS', 'plan', 'measure', 'kept', 'main']
 
-# %% ../nbs/23d_bench.ipynb #1a6b1b07
+# %% ../nbs/23d_bench.ipynb #2ba92445
 import argparse, json, traceback
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from .bench_rollout import rollout_claims, rollout_rows
 from .bench_step import CASES, step_claims, step_row
 from .bench_sync import SHAPES, decode_rows, result, sync_claims, sync_rows
 
-# %% ../nbs/23d_bench.ipynb #2387274d
+# %% ../nbs/23d_bench.ipynb #1ef9013b
 #: bench -> its parts, in the order of measuring
 PARTS = dict(sync=("sync", "decode"), memory=("peak", "sleep", "one_base", "teardown"), rollout=("rollout",), pack=("pack",),
              step=tuple(CASES), curves=("curves",))
@@ -26,13 +26,13 @@ PARTS = dict(sync=("sync", "decode"), memory=("peak", "sleep", "one_base", "tear
 CLAIMS = dict(sync=sync_claims, memory=memory_claims, rollout=rollout_claims, pack=pack_claims, step=step_claims,
               curves=curve_claims)
 
-# %% ../nbs/23d_bench.ipynb #2c8bd6cd
+# %% ../nbs/23d_bench.ipynb #87302ea3
 def _jobs(shapes, repeats, cycles, small):
     "Part -> what is measured for it."
     large = shapes[min(1, len(shapes) - 1)]  # 1.5B by default
-    toy = dict(counts=(16,), tokens=24, short=8) if small else {}
+    toy, few = (dict(counts=(16,), tokens=24, short=8), dict(sequences=8, tokens=8)) if small else ({}, {})
     sizes = dict(count=min(repeats, 3) + 1) | (dict(number=16, batch=8, median=8, cap=16) if small else {})
-    return dict(sync=[partial(sync_rows, s, repeats) for s in shapes], decode=[partial(decode_rows, large, repeats)],
+    return dict(sync=[partial(sync_rows, s, repeats) for s in shapes], decode=[partial(decode_rows, large, repeats, **few)],
         peak=[partial(peak_row, s, lora) for s in shapes for lora in (False, True)], sleep=[partial(sleep_rows, large)],
         one_base=[partial(one_base_row, large)], teardown=[partial(teardown_row, cycles)],
         rollout=[partial(rollout_rows, large, repeats=min(repeats, 3), **toy)],
@@ -40,7 +40,7 @@ def _jobs(shapes, repeats, cycles, small):
         curves=[partial(curve_rows, *((2, 6) if small else ()))],
         **{case: [partial(step_row, case, large, **sizes)] for case in CASES})
 
-# %% ../nbs/23d_bench.ipynb #a21c41f7
+# %% ../nbs/23d_bench.ipynb #b0c3a868
 def plan(
     name:str,          # a key of `PARTS`
     shapes:list[str],  # keys of `SHAPES`, or "toy"
@@ -54,7 +54,7 @@ def plan(
     jobs = _jobs(shapes, repeats, cycles, "toy" in shapes)
     return [job for part in PARTS[name] if part in (only or PARTS[name]) for job in jobs[part]]
 
-# %% ../nbs/23d_bench.ipynb #ed2230a7
+# %% ../nbs/23d_bench.ipynb #1b6cdf29
 def measure(
     work:list, # from `plan`
     after=lambda rows: None, # called with all rows so far after each
@@ -68,7 +68,7 @@ def measure(
         after(rows)
     return rows, failed
 
-# %% ../nbs/23d_bench.ipynb #8b294df8
+# %% ../nbs/23d_bench.ipynb #d719a141
 def kept(
     old:dict,        # what the file holds, from `result`; empty for none
     rows:list[dict], # measured now
@@ -79,7 +79,7 @@ def kept(
     run, cases = {k: old[k] for k in ("command", "commit", "date", "versions")}, {row["case"] for row in rows}
     return [dict(run=run) | row for row in old["rows"] if row["case"] not in cases]
 
-# %% ../nbs/23d_bench.ipynb #de0daca2
+# %% ../nbs/23d_bench.ipynb #9de07e6e
 def _write(args, command, rows):
     "The file so far: whole, or as it was."
     if not args.json: return
@@ -91,7 +91,7 @@ def _write(args, command, rows):
     half.write_text(json.dumps(found, indent=1) + "\n")
     half.replace(args.json)
 
-# %% ../nbs/23d_bench.ipynb #da5a0616
+# %% ../nbs/23d_bench.ipynb #7bf1fba0
 def main(
     argv:list[str]|None=None, # arguments after `grpo-colab bench`
 ) -> int: # exit code; 1 when a measurement failed
