@@ -5,22 +5,17 @@
 # %% auto #0
 __all__ = ['curves_of', 'curve_rows', 'curve_claims']
 
-# %% ../nbs/23cd_bench_curves.ipynb #39c5e84c
-import contextlib, copy, gc, statistics, tempfile
+# %% ../nbs/23cd_bench_curves.ipynb #ba5054c7
+import copy, gc, statistics, tempfile
 
 from tqdm.auto import tqdm
 
 from . import toys
-from .bench_step import trl_on
-from .colocate import ColocateGRPOTrainer
+from .bench_step import trainer_of
 from .engine import Engine
 from .trainer_args import ColocateGRPOConfig
 
-# %% ../nbs/23cd_bench_curves.ipynb #fa498d74
-from transformers import PrinterCallback
-from trl import GRPOTrainer
-
-# %% ../nbs/23cd_bench_curves.ipynb #1778b4ae
+# %% ../nbs/23cd_bench_curves.ipynb #0b18d549
 def curves_of(
     who:str,   # "ours" or "peer"
     policy,    # is copied
@@ -34,15 +29,11 @@ def curves_of(
         max_completion_length=6, logging_steps=1, learning_rate=3e-4, lr_scheduler_type="constant", bf16=False,
         save_strategy="no", report_to=[],
         vllm_max_model_length=64, vllm_gpu_memory_utilization=.1, disable_tqdm=True, trace_path=None, sleep_level=0)
-    kind = ColocateGRPOTrainer if who == "ours" else GRPOTrainer
-    with contextlib.nullcontext() if who == "ours" else trl_on(Engine.running):
-        trainer = kind(copy.deepcopy(policy), task.reward, args, task.train, processing_class=toys.toy_tokenizer())
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
+    with trainer_of(who, copy.deepcopy(policy), task.reward, args, task.train) as trainer: trainer.train()
     rows = [row for row in trainer.state.log_history if "loss" in row]
     return dict(losses=[r["loss"] for r in rows], rewards=[r["reward"] for r in rows])
 
-# %% ../nbs/23cd_bench_curves.ipynb #3c26307c
+# %% ../nbs/23cd_bench_curves.ipynb #6ebb8bb1
 def curve_rows(
     seeds:int=8,  # runs of each trainer
     steps:int=20, # optimizer steps of each run
@@ -60,7 +51,7 @@ def curve_rows(
     pick = lambda name: {who: [run[name] for run in runs] for who, runs in found.items()}
     return [dict(case=f"curve_{name}_toy", metric=name, unit="", **pick(name)) for name in ("losses", "rewards")]
 
-# %% ../nbs/23cd_bench_curves.ipynb #045d5bce
+# %% ../nbs/23cd_bench_curves.ipynb #8f648880
 def curve_claims(
     rows:list[dict], # from `curve_rows`
 ) -> dict[str, float]: # gap of losses and of rewards, in standard deviations over seeds; the noise itself

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SIZES', 'peak_of', 'peak_row', 'one_base_row', 'sleep_rows', 'teardown_row', 'memory_claims']
 
-# %% ../nbs/23c_bench_memory.ipynb #8ca27eda
+# %% ../nbs/23c_bench_memory.ipynb #43908305
 import contextlib, gc, os, statistics, tempfile, time
 from functools import partial
 from unittest.mock import patch as replaced
@@ -14,7 +14,7 @@ import torch
 from tqdm.auto import tqdm
 
 from . import compat, toys
-from .bench_sync import milliseconds, random_policy, with_lora
+from .bench_sync import milliseconds, now, random_policy, with_lora
 from .budget import estimate
 from .colocate import ColocateGRPOTrainer
 from .engine import Engine
@@ -22,11 +22,11 @@ from .memory import GIB, ledger
 from .trainer_args import ColocateGRPOConfig
 from .vllm_args import real_stdout
 
-# %% ../nbs/23c_bench_memory.ipynb #7d3d0f3d
+# %% ../nbs/23c_bench_memory.ipynb #71996515
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-# %% ../nbs/23c_bench_memory.ipynb #5cc4924f
+# %% ../nbs/23c_bench_memory.ipynb #db856fec
 SIZES = dict(prompt=96, completion=256, batch=8, kv=8 * GIB) #: tokens, tokens, sequences, bytes
 
 def _config(folder, small, **more):
@@ -45,7 +45,7 @@ def _data(small):
 
 def _reward(completions, **columns): return [float(len(c) % 3) for c in completions]
 
-# %% ../nbs/23c_bench_memory.ipynb #16172bb9
+# %% ../nbs/23c_bench_memory.ipynb #3e9753a0
 @contextlib.contextmanager
 def peak_of():
     """Context with a dict: `begin()` counts from then on, and at the end `bytes` is the highest that this process held on the
@@ -62,7 +62,7 @@ def peak_of():
         free, total = torch.cuda.mem_get_info()
         found["bytes"] = torch.cuda.max_memory_allocated() - before + (total - free) - torch.cuda.memory_reserved()
 
-# %% ../nbs/23c_bench_memory.ipynb #2a9a52ca
+# %% ../nbs/23c_bench_memory.ipynb #596feeec
 def peak_row(
     shape:str, # a key of `SHAPES`, or "toy"
     lora:bool, # rank 16 on all linear layers, folded, or everything
@@ -84,14 +84,14 @@ def peak_row(
                held=gib(held), budget={phase: gib(row) for phase, row in budget.table.items()})
     return row | dict(ours=None if peak["bytes"] is None else [peak["bytes"] / GIB])
 
-# %% ../nbs/23c_bench_memory.ipynb #0487323d
+# %% ../nbs/23c_bench_memory.ipynb #7377b0f7
 class _SecondStep(TrainerCallback):
     "What the start needed does not count: peaks begin with the second step."
     def __init__(self, begin): self.begin = begin
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1: self.begin()
 
-# %% ../nbs/23c_bench_memory.ipynb #4b32ca13
+# %% ../nbs/23c_bench_memory.ipynb #98644a43
 def _lora_steps(who, shape):
     "Two LoRA steps by `who`: peak of the second without the KV cache (None on a CPU), size of the base, bytes; the ledger."
     small, tokenizer, fixed = shape == "toy", toys.toy_tokenizer(), dict(enforce_eager=True)
@@ -112,7 +112,7 @@ def _lora_steps(who, shape):
     trainer.close(say=False) if who == "ours" else compat.shut_down(llm)
     return peak["bytes"] and peak["bytes"] - kv, base, {owner: size / GIB for owner, size in held.items()}
 
-# %% ../nbs/23c_bench_memory.ipynb #aafb17ab
+# %% ../nbs/23c_bench_memory.ipynb #a0ca1387
 def one_base_row(
     shape:str, # a key of `SHAPES`, or "toy"
 ) -> dict: # peaks in GiB, ours and TRL's, and the size of the base
@@ -124,7 +124,7 @@ def one_base_row(
         gc.collect()
     return row
 
-# %% ../nbs/23c_bench_memory.ipynb #3b5677c4
+# %% ../nbs/23c_bench_memory.ipynb #b5a17e80
 def _pcie(size):
     "ms of copies of `size` bytes from the GPU to pinned memory."
     host, device = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -133,14 +133,14 @@ def _pcie(size):
     torch.cuda.empty_cache()
     return times
 
-# %% ../nbs/23c_bench_memory.ipynb #8eca2c50
+# %% ../nbs/23c_bench_memory.ipynb #357068a3
 def sleep_rows(
     shape:str,     # a key of `SHAPES`
     repeats:int=3, # of each level, after the first
 ) -> list[dict]: # ms of sleeping and waking, GiB held asleep
     "Each level on one engine, with main memory pinned while vLLM starts. Empty on a CPU, which has no sleep."
     if compat.on_cpu(): return []
-    model, rows, done = random_policy(shape), [], torch.cuda.synchronize
+    model, rows = random_policy(shape), []
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     limit, begin = _pcie(size), time.perf_counter()
     settings = dict(max_model_len=512, enforce_eager=True, enable_sleep_mode=True, kv_cache_memory_bytes=SIZES["kv"])
@@ -149,14 +149,14 @@ def sleep_rows(
         for level in (1, 2, "kv"):
             row = dict(case=f"sleep_{level}_{shape}", metric="sleep", unit="ms", ours=[], wake=[], limit=limit, start_s=started)
             for _ in range(repeats + 1):
-                done(); start = time.perf_counter(); e.sleep(level); done(); middle = time.perf_counter()
+                start = now(); e.sleep(level); middle = now()
                 row["held_gib"] = (lambda free, total: (total - free) / GIB)(*torch.cuda.mem_get_info())
-                e.wake(); done()
-                row["ours"].append((middle - start) * 1e3); row["wake"].append((time.perf_counter() - middle) * 1e3)
+                e.wake(); end = now()
+                row["ours"].append((middle - start) * 1e3); row["wake"].append((end - middle) * 1e3)
             rows.append(row)
     return rows
 
-# %% ../nbs/23c_bench_memory.ipynb #c206269a
+# %% ../nbs/23c_bench_memory.ipynb #a1f59ea7
 def _resident():
     "Bytes of main memory that this process holds."
     with open("/proc/self/statm") as f: return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -180,7 +180,7 @@ def teardown_row(
         if time.monotonic() > end: break
     return dict(case="teardown_toy", metric="held after close", unit="MiB", ours=gpu, main_memory=main)
 
-# %% ../nbs/23c_bench_memory.ipynb #da14521b
+# %% ../nbs/23c_bench_memory.ipynb #a2614159
 def memory_claims(
     rows:list[dict], # of the functions above
 ) -> dict[str, float]: # claim -> number

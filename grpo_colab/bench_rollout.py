@@ -6,17 +6,17 @@
 __all__ = ['GROUP', 'prompts_of', 'start', 'sample_ours', 'sample_theirs', 'seconds', 'covered', 'gpu_busy', 'rollout_rows',
            'rollout_claims']
 
-# %% ../nbs/23ca_bench_rollout.ipynb #6196c974
-import statistics, time
+# %% ../nbs/23ca_bench_rollout.ipynb #c265e0f7
+import statistics
 from functools import partial
 
 import numpy as np
 import torch
 
 from . import compat, toys
-from .bench_sync import random_policy, stand_in
+from .bench_sync import now, random_policy, stand_in
 
-# %% ../nbs/23ca_bench_rollout.ipynb #a97682af
+# %% ../nbs/23ca_bench_rollout.ipynb #9f74623f
 GROUP = 8 #: completions of each prompt
 
 def prompts_of(
@@ -42,7 +42,7 @@ def start(
     generation.sync_weights()
     return generation
 
-# %% ../nbs/23ca_bench_rollout.ipynb #13f08d2a
+# %% ../nbs/23ca_bench_rollout.ipynb #07f6fade
 def sample_ours(
     generation,    # from `start`
     sequences:int, # completions
@@ -63,18 +63,16 @@ def sample_theirs(
     assert sum(map(len, logprobs)) == sum(map(len, completions))
     return sum(map(len, completions))
 
-# %% ../nbs/23ca_bench_rollout.ipynb #65693826
+# %% ../nbs/23ca_bench_rollout.ipynb #613ce52e
 def seconds(
     call, # what is timed
 ) -> float: # s
     "Wall time until the GPU is done."
-    if not compat.on_cpu(): torch.cuda.synchronize()
-    begin = time.perf_counter()
+    begin = now()
     call()
-    if not compat.on_cpu(): torch.cuda.synchronize()
-    return time.perf_counter() - begin
+    return now() - begin
 
-# %% ../nbs/23ca_bench_rollout.ipynb #7cdffb86
+# %% ../nbs/23ca_bench_rollout.ipynb #eb42eac9
 def covered(
     spans:list[tuple[float, float]], # begin and end
 ) -> float: # length of their union
@@ -95,7 +93,7 @@ def gpu_busy(
     spans = [(e.time_range.start, e.time_range.end) for e in record.events() if e.device_type.name == "CUDA"]
     return covered(spans) / 1e6
 
-# %% ../nbs/23ca_bench_rollout.ipynb #5955cbed
+# %% ../nbs/23ca_bench_rollout.ipynb #60f93a8b
 def rollout_rows(
     shape:str,                   # a key of `SHAPES`, or "toy"
     counts:tuple=(256, 512, 1024), # sequences
@@ -121,7 +119,7 @@ def rollout_rows(
     generation.engine.close(say=False)
     return rows
 
-# %% ../nbs/23ca_bench_rollout.ipynb #f030581f
+# %% ../nbs/23ca_bench_rollout.ipynb #a3e24b42
 def rollout_claims(
     rows:list[dict], # from `rollout_rows`
 ) -> dict[str, float]: # claim -> number

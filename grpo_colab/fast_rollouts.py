@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['fast_why', 'fast_rollouts']
 
-# %% ../nbs/03i_fast_rollouts.ipynb #79189f52
+# %% ../nbs/03i_fast_rollouts.ipynb #225b94ec
 import contextlib, gc, warnings
 
 import numpy as np
@@ -16,7 +16,7 @@ from .rollouts import Rollouts
 from .runner import spared
 from .sample import run_requests, to_rollouts
 
-# %% ../nbs/03i_fast_rollouts.ipynb #9a6cfc50
+# %% ../nbs/03i_fast_rollouts.ipynb #d7176d49
 def fast_why(
     llm, # a `vllm.LLM`
 ) -> str|None: # None: `fast_rollouts` steps the engine core itself
@@ -32,7 +32,7 @@ def _no_collection():
     finally:
         if on: gc.enable()
 
-# %% ../nbs/03i_fast_rollouts.ipynb #62f37651
+# %% ../nbs/03i_fast_rollouts.ipynb #d96b7d98
 def fast_rollouts(
     llm,                      # a `vllm.LLM` in this process
     prompts:list,             # lists of token ids, or vLLM's prompt dicts
@@ -57,7 +57,7 @@ def fast_rollouts(
             with uninterrupted(): stepper.close()
     return _collect(stepper, version)
 
-# %% ../nbs/03i_fast_rollouts.ipynb #9c4812e4
+# %% ../nbs/03i_fast_rollouts.ipynb #bed51c30
 def _collect(stepper, version):
     n, (tokens, logprobs, offsets, stopped) = stepper.params.n, stepper.arrays()
     ids = [np.asarray(r.prompt_token_ids, np.int32) for r in stepper.requests[::n]]

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['OPTIONS', 'option', 'level_for', 'rows_for', 'EngineGeneration', 'call_seed', 'runs']
 
-# %% ../nbs/06c_generation.ipynb #75e6db82
+# %% ../nbs/06c_generation.ipynb #67a0aa1a
 import contextlib, os, warnings
 from copy import copy
 from itertools import groupby
@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 
 from . import compat
-from .budget import TooLittleMemory, estimate, sleep_level
+from .budget import ROW, TooLittleMemory, estimate, sleep_level
 from .engine import Engine
 from .lora_choice import choose_lora, measure_lora, slot_args
 from .memory import MemoryManager
@@ -27,7 +27,7 @@ from .sleep import collect
 from .vllm_args import LARGEST_GRAPH
 from .weights import WeightSync
 
-# %% ../nbs/06c_generation.ipynb #5857d0b8
+# %% ../nbs/06c_generation.ipynb #8834ddb1
 OPTIONS = dict(lora_sync="fold", one_base=True, sleep_level=None, verify="probe", offload_optimizer=False, engine_args=None,
                engine_dtype="auto") #: option -> what it is for a plain `GRPOConfig`
 
@@ -38,7 +38,7 @@ def option(
     "An option, or what TRL's own configuration amounts to."
     return getattr(args, name, OPTIONS[name])
 
-# %% ../nbs/06c_generation.ipynb #f15f190a
+# %% ../nbs/06c_generation.ipynb #de798a51
 def level_for(
     args,               # `GRPOConfig` or `ColocateGRPOConfig`
     model,              # the policy
@@ -58,7 +58,7 @@ def level_for(
         level = 2
     return "kv" if shared and level in (1, 2) else level
 
-# %% ../nbs/06c_generation.ipynb #23e27067
+# %% ../nbs/06c_generation.ipynb #d4b54873
 def rows_for(
     args,        # `GRPOConfig` or `ColocateGRPOConfig`
     model,       # the policy
@@ -69,7 +69,7 @@ def rows_for(
     asked, level, trial = getattr(args, "token_budget", "auto"), option(args, "sleep_level"), copy(args)
     ways = (False, True) if getattr(args, "choose_checkpointing", False) else (bool(args.gradient_checkpointing),)
     for again in ways:
-        for budget in (16_384, 8_192, 4_096, 2_048) if asked == "auto" and hasattr(args, "token_budget") else (asked,):
+        for budget in [ROW >> halved for halved in range(4)] if asked == "auto" and hasattr(args, "token_budget") else (asked,):
             trial.token_budget, trial.gradient_checkpointing = budget, again
             try:
                 needs = estimate(model, trial, engine=engine, total=total, offload_optimizer=option(args, "offload_optimizer"))
@@ -77,7 +77,7 @@ def rows_for(
             except (ValueError, AttributeError, KeyError, TypeError): pass  # does not fit, or cannot be told
     return asked, ways[-1]
 
-# %% ../nbs/06c_generation.ipynb #fdbc2a73
+# %% ../nbs/06c_generation.ipynb #d650a201
 class EngineGeneration(compat.vllm_generation()):
     "Stands where TRL's `VLLMGeneration` stands: `sync_weights()` and `generate()`, on an `Engine`."
     def __init__(self,
@@ -87,7 +87,7 @@ class EngineGeneration(compat.vllm_generation()):
         self.trainer, self._calls = trainer, {}
         super().__init__(**kwargs)
 
-# %% ../nbs/06c_generation.ipynb #f8360f77
+# %% ../nbs/06c_generation.ipynb #b950a1cf
 @patch
 def _init_vllm(self:EngineGeneration):
     args, asked = self.trainer.args, option(self.trainer.args, "engine_args") or {}
@@ -107,7 +107,7 @@ def _init_vllm(self:EngineGeneration):
     self.engine.sleep(self._level)
     self.accelerator.wait_for_everyone()
 
-# %% ../nbs/06c_generation.ipynb #26aef9e4
+# %% ../nbs/06c_generation.ipynb #68e6fab3
 @patch
 def _gpu_settings(self:EngineGeneration, args):
     "Engine arguments that only a GPU has, and the level at which the engine sleeps there."
@@ -117,7 +117,7 @@ def _gpu_settings(self:EngineGeneration, args):
     self._level = level_for(args, self.model, torch.cuda.mem_get_info()[1], shared)
     return dict(gpu_memory_utilization=self.gpu_memory_utilization, enable_sleep_mode=self._level != 0, pin=self._level == 1)
 
-# %% ../nbs/06c_generation.ipynb #6810c745
+# %% ../nbs/06c_generation.ipynb #f2ce07f2
 @patch
 def _choose_rows(self:EngineGeneration, args, engine):
     "As large as fits, and without computing layers twice where there is room."
@@ -137,7 +137,7 @@ def _set_lora(self:EngineGeneration, lora):
     self._sync = WeightSync(self.engine, self.model, lora)
     self._probe, self._proven = Probe(self._sync), None
 
-# %% ../nbs/06c_generation.ipynb #cb97c44e
+# %% ../nbs/06c_generation.ipynb #55426918
 @patch(as_prop=True)
 def llm(self:EngineGeneration): # the `vllm.LLM`; TRL's tool loop reads the context length from it
     "The vLLM that samples."
@@ -149,7 +149,7 @@ def begin(self:EngineGeneration):
     collect()  # a former trainer's policy
     self._calls, self._sync.plan = {}, None
 
-# %% ../nbs/06c_generation.ipynb #e06d9ee1
+# %% ../nbs/06c_generation.ipynb #81923bed
 @patch
 def sync_weights(self:EngineGeneration):
     "Copy the policy into the engine, waking its weights first if they sleep, and look whether it is there."
@@ -166,7 +166,7 @@ def sync_weights(self:EngineGeneration):
         self._probe.forget()  # it would keep the memory that is given back
         OneBase(self._sync).share()
 
-# %% ../nbs/06c_generation.ipynb #9578436b
+# %% ../nbs/06c_generation.ipynb #f31936dd
 @patch
 def _prove(self:EngineGeneration):
     "With the engine awake: measure if that is still to be done, and compare log-probs."
@@ -182,7 +182,7 @@ def _prove(self:EngineGeneration):
     with self.trainer.trace.span("verify", how="log-probs") as span: span.add(gap_nats=self._probe.compare())
     self._proven = self._sync.plan
 
-# %% ../nbs/06c_generation.ipynb #ed881f17
+# %% ../nbs/06c_generation.ipynb #e0e0d8c0
 @patch
 def _sampling(self:EngineGeneration):
     "TRL's generation options as fields of vLLM's `SamplingParams`."
@@ -195,7 +195,7 @@ def _sampling(self:EngineGeneration):
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields
 
-# %% ../nbs/06c_generation.ipynb #5828cc45
+# %% ../nbs/06c_generation.ipynb #7c02ab7b
 def call_seed(
     seed:int,       # `args.seed`
     step:int,       # optimizer steps so far
@@ -216,7 +216,7 @@ def _engine_call(self:EngineGeneration, prompts, n, sampling):
     self._calls[training] = call + 1
     return r
 
-# %% ../nbs/06c_generation.ipynb #afe08edf
+# %% ../nbs/06c_generation.ipynb #30afa16c
 def runs(
     prompts:list, # prompts, equal ones next to each other
 ) -> tuple[list, int]: # prompts to ask, and completions of each; (prompts, 1) when the repetitions differ in number
@@ -225,7 +225,7 @@ def runs(
     n = groups[0][1] if groups else 1
     return ([p for p, _ in groups], n) if all(c == n for _, c in groups) else (list(prompts), 1)
 
-# %% ../nbs/06c_generation.ipynb #9e7d6392
+# %% ../nbs/06c_generation.ipynb #0b2f31be
 @patch
 def _shared(self:EngineGeneration, prompts):
     "The prompts of all ranks that share this engine, and where this rank's begin."
@@ -235,7 +235,7 @@ def _shared(self:EngineGeneration, prompts):
     torch.distributed.all_gather_object(parts, prompts, group=group)
     return [p for part in parts for p in part], sum(map(len, parts[:torch.distributed.get_rank(group)]))
 
-# %% ../nbs/06c_generation.ipynb #24ab1bf2
+# %% ../nbs/06c_generation.ipynb #77d0617f
 @patch
 @contextlib.contextmanager
 def _awake(self:EngineGeneration):
@@ -246,7 +246,7 @@ def _awake(self:EngineGeneration):
         self._prove()
         yield
 
-# %% ../nbs/06c_generation.ipynb #690f557e
+# %% ../nbs/06c_generation.ipynb #d04de752
 @patch
 def generate(self:EngineGeneration,
     prompts:list[list[int]],  # this rank's prompts, each repeated as often as it is to be completed
@@ -268,7 +268,7 @@ def _with_images(prompt, images):
     data = images if images and len(images) > 1 else images and images[0]
     return dict(prompt_token_ids=prompt) | (dict(multi_modal_data=dict(image=data)) if images else {})
 
-# %% ../nbs/06c_generation.ipynb #2ca8cec9
+# %% ../nbs/06c_generation.ipynb #725462fc
 @patch
 def sample(self:EngineGeneration,
     prompts:list[list[int]], # prompts: token ids

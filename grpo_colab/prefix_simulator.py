@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RULES', 'InTurn', 'LeastLoaded', 'Reference', 'Ours', 'Outcome', 'simulate', 'compare', 'table', 'figure']
 
-# %% ../nbs/11d_prefix_simulator.ipynb #dbb1edd3
+# %% ../nbs/11d_prefix_simulator.ipynb #3cf195ee
 import heapq
 from collections import Counter, OrderedDict, deque
 from dataclasses import dataclass
@@ -15,10 +15,11 @@ from fastcore.basics import patch
 from plotly.subplots import make_subplots
 
 from .figures import PHASE_COLORS, theme
+from .prefix import BLOCK
 from .routing import Pick, Router
-from .simulated_replica import BLOCK, Request, Server, ceiling
+from .simulated_replica import Request, Server, ceiling
 
-# %% ../nbs/11d_prefix_simulator.ipynb #b1b00227
+# %% ../nbs/11d_prefix_simulator.ipynb #42698512
 class InTurn:
     "The next replica."
     def __init__(self,
@@ -43,7 +44,7 @@ class InTurn:
         "A request has ended."
         self.in_flight[name] -= 1
 
-# %% ../nbs/11d_prefix_simulator.ipynb #1ecdaebe
+# %% ../nbs/11d_prefix_simulator.ipynb #2bc673d4
 class LeastLoaded(InTurn):
     "The replica with the fewest requests in flight; of several, the next in turn."
     def _choose(self, request):
@@ -52,7 +53,7 @@ class LeastLoaded(InTurn):
         few = [n for n in self.names if self.in_flight[n] == least]
         return few[self.turn % len(few)]
 
-# %% ../nbs/11d_prefix_simulator.ipynb #7c66f071
+# %% ../nbs/11d_prefix_simulator.ipynb #65e3c9a7
 class Reference(LeastLoaded):
     "The longest match of blocks that are the prompt's own, unless that replica is more than 8 requests ahead."
     def __init__(self,
@@ -63,7 +64,7 @@ class Reference(LeastLoaded):
         super().__init__(names)
         self.sent, self.most, self.imbalance = OrderedDict(), most, imbalance  # block -> (replicas, blocks that followed)
 
-# %% ../nbs/11d_prefix_simulator.ipynb #badc20bf
+# %% ../nbs/11d_prefix_simulator.ipynb #77880b11
 @patch
 def _choose(self:Reference, request):
     known, own = [], Counter()
@@ -84,7 +85,7 @@ def _choose(self:Reference, request):
     while len(self.sent) > self.most: self.sent.popitem(last=False)
     return name
 
-# %% ../nbs/11d_prefix_simulator.ipynb #c8f57677
+# %% ../nbs/11d_prefix_simulator.ipynb #114f8c45
 class Ours:
     "`Router`, told what a proxy can tell it."
     def __init__(self,
@@ -107,7 +108,7 @@ class Ours:
         "A request has ended."
         self.router.done(pick, cached, len(request.output), request.chain if self.ids else None)
 
-# %% ../nbs/11d_prefix_simulator.ipynb #cc70ef8b
+# %% ../nbs/11d_prefix_simulator.ipynb #c199c4dc
 @dataclass
 class Outcome:
     "What came of a rule."
@@ -130,7 +131,7 @@ class Outcome:
     @property
     def work_spread(self): return max(self.work) * len(self.work) / sum(self.work)  # max over mean
 
-# %% ../nbs/11d_prefix_simulator.ipynb #bbe56362
+# %% ../nbs/11d_prefix_simulator.ipynb #efa1673c
 def _send(request, rule, servers, events, now):
     "Give a request to a server; one that was idle wakes up."
     name, token = rule.place(request)
@@ -140,7 +141,7 @@ def _send(request, rule, servers, events, now):
         heapq.heappush(events, (server.clock, name))
     server.submit(request, token)
 
-# %% ../nbs/11d_prefix_simulator.ipynb #5916d46d
+# %% ../nbs/11d_prefix_simulator.ipynb #e413647c
 def simulate(
     rule,               # with `place` and `over`
     load:list[Request], # from `grpo_load`
@@ -161,7 +162,7 @@ def simulate(
         for _ in over[:len(todo)]: _send(todo.popleft(), rule, servers, events, server.clock)
     return ended
 
-# %% ../nbs/11d_prefix_simulator.ipynb #9d0b7c84
+# %% ../nbs/11d_prefix_simulator.ipynb #5198db85
 RULES = {"in turn": lambda r: InTurn(r), "least loaded": lambda r: LeastLoaded(r), "reference proxy": lambda r: Reference(r),
          "ours": lambda r: Ours(r, groups=False), "ours, groups": lambda r: Ours(r)}  # name → made from name → blocks
 
@@ -185,7 +186,7 @@ def compare(
                                 sum(s.preempted for s in servers.values())))
     return outcomes
 
-# %% ../nbs/11d_prefix_simulator.ipynb #8492cb0e
+# %% ../nbs/11d_prefix_simulator.ipynb #6a60d270
 def table(
     outcomes:list[Outcome], # from `compare`
 ) -> str: # a line for each rule
@@ -197,7 +198,7 @@ def table(
                      f"{o.work_spread:6.3f} {o.seconds:7.1f} s {o.preempted:10}")
     return "\n".join(lines)
 
-# %% ../nbs/11d_prefix_simulator.ipynb #0bfa2cd2
+# %% ../nbs/11d_prefix_simulator.ipynb #1bc23f60
 def figure(
     outcomes:list[Outcome], # from `compare`
     hits:float=.99,         # of the ceiling that should be reached

@@ -5,31 +5,28 @@
 # %% auto #0
 __all__ = ['RUNNERS', 'WALKS', 'runner_why', 'same_positions', 'same_ids', 'same_books', 'spared']
 
-# %% ../nbs/00b_runner.ipynb #822deca6
-import contextlib, functools, hashlib, inspect
+# %% ../nbs/00b_runner.ipynb #ba1c6781
+import contextlib, functools
 
 import numpy as np
 
 from . import compat
+from .core import source_hash
 
-# %% ../nbs/00b_runner.ipynb #3a7de876
+# %% ../nbs/00b_runner.ipynb #297e43a8
 #: hash of `WALKS` -> vLLM in which they were read
 RUNNERS = {"c789a45148ce3f97": "0.22.1", "d1849218b45ec075": "0.27.1"}
 WALKS = "_compute_prev_positions", "_prepare_input_ids", "_bookkeeping_sync" #: methods that are replaced
 
-def _runner(llm): return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.model_runner
-
 @functools.cache
-def _hash(kind):
-    text = "".join("".join(inspect.getsource(getattr(kind, name))) for name in WALKS)
-    return hashlib.sha256("".join(text.split()).encode()).hexdigest()[:16]
+def _hash(kind): return source_hash([getattr(kind, name) for name in WALKS])
 
 def runner_why(
     llm, # a `vllm.LLM` that runs in this process
 ) -> str|None: # None: it may
     "Why the runner has to walk all requests in each step."
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-    try: runner = _runner(llm)
+    try: runner = compat._runner(llm)
     except AttributeError: return "the runner is not in this process"
     if not isinstance(runner, GPUModelRunner): return f"{type(runner).__name__} is another kind of runner"
     if _hash(GPUModelRunner) not in RUNNERS: return f"the runner of vLLM {compat.installed('vllm')} is not one that was read"
@@ -37,7 +34,7 @@ def runner_why(
     if runner.speculative_config: return "speculative decoding: a step has more than one token"
     if runner.enable_prompt_embeds: return "prompts are embeddings"
 
-# %% ../nbs/00b_runner.ipynb #ddae8d8c
+# %% ../nbs/00b_runner.ipynb #e6a78ae7
 def same_positions(
     runner,       # vLLM's model runner
     num_reqs:int, # requests in the batch
@@ -61,7 +58,7 @@ def same_ids(
     runner.input_ids.gpu[:num_reqs].copy_(sampled[:num_reqs, 0], non_blocking=True)
     return True
 
-# %% ../nbs/00b_runner.ipynb #5503882a
+# %% ../nbs/00b_runner.ipynb #ecbe56cb
 def same_books(
     runner,         # vLLM's model runner
     sampler_output, # `sampled_token_ids` [requests, 1], on the GPU
@@ -83,7 +80,7 @@ def same_books(
     for i in ids: requests[i].output_token_ids.append(-1)
     return {}, None, [], {}, ids, batch.req_id_to_index.copy(), []
 
-# %% ../nbs/00b_runner.ipynb #56e28128
+# %% ../nbs/00b_runner.ipynb #fe994b61
 @contextlib.contextmanager
 def spared(
     llm, # a `vllm.LLM` that runs in this process
@@ -92,7 +89,7 @@ def spared(
     if runner_why(llm):
         yield
         return
-    runner = _runner(llm)
+    runner = compat._runner(llm)
     places, ids, books = (getattr(runner, name) for name in WALKS)
     runner._compute_prev_positions = lambda n: same_positions(runner, n) or places(n)
     runner._prepare_input_ids = lambda out, n, total, ends: same_ids(runner, out, n, total) or ids(out, n, total, ends)

@@ -5,15 +5,16 @@
 # %% auto #0
 __all__ = ['sampling_params', 'PromptTooLong', 'check_prompts', 'run_requests', 'to_rollouts', 'seeded']
 
-# %% ../nbs/03f_sample.ipynb #458a0686
+# %% ../nbs/03f_sample.ipynb #95dc5816
 import contextlib, difflib, inspect
 
 import torch
 
+from .core import as_prompts
 from .interrupt import uninterrupted
 from .rollouts import Rollouts, from_lists
 
-# %% ../nbs/03f_sample.ipynb #2ed3c5af
+# %% ../nbs/03f_sample.ipynb #98def382
 def sampling_params(
     sampling,            # dict of fields of vLLM's `SamplingParams`, one made already, or None
     n:int=1,             # completions a prompt
@@ -31,7 +32,7 @@ def sampling_params(
     fields["stop_token_ids"] = [*(fields.get("stop_token_ids") or []), *stop_token_ids]
     return SamplingParams(**fields | dict(n=n, logprobs=0, detokenize=bool(fields.get("stop"))))
 
-# %% ../nbs/03f_sample.ipynb #32772eb7
+# %% ../nbs/03f_sample.ipynb #5936c2b0
 class PromptTooLong(ValueError): "A prompt leaves no room for a completion in the engine's context."
 
 def _ids(prompt): return prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
@@ -49,14 +50,14 @@ def check_prompts(
             raise PromptTooLong(f"prompt {i} has {size} tokens, but the engine's context is {context} for prompt and "
                                 "completion together. Shorten or drop it, or raise max_model_len")
 
-# %% ../nbs/03f_sample.ipynb #7ff758ca
+# %% ../nbs/03f_sample.ipynb #25536c7d
 def _abort(llm, ids):
     llm.llm_engine.abort_request(ids, internal=True)
     for _ in range(4):  # more than the batches vLLM keeps in flight
         llm.llm_engine.step()
         if not llm.llm_engine.has_unfinished_requests(): break
 
-# %% ../nbs/03f_sample.ipynb #a7bcb670
+# %% ../nbs/03f_sample.ipynb #51cf31cb
 def run_requests(
     llm,                      # a `vllm.LLM` in this process
     prompts:list,             # lists of token ids, or vLLM's prompt dicts
@@ -65,10 +66,9 @@ def run_requests(
     on_done=lambda n: None,   # called with the number of completions that were finished
 ) -> list: # of `vllm.RequestOutput`, in the order of the prompts
     "Run requests to their end. After any error or interrupt none of them is left in the engine."
-    asked = [p if isinstance(p, dict) else dict(prompt_token_ids=[int(t) for t in p]) for p in prompts]
     done, ids = [], []
     try:
-        with uninterrupted(): ids = llm.enqueue(asked, params, lora_request=lora, use_tqdm=False)
+        with uninterrupted(): ids = llm.enqueue(as_prompts(prompts), params, lora_request=lora, use_tqdm=False)
         while llm.llm_engine.has_unfinished_requests():
             with uninterrupted(): finished = [o for o in llm.llm_engine.step() if o.finished]
             done += finished
@@ -78,7 +78,7 @@ def run_requests(
         raise
     return sorted(done, key=lambda o: int(o.request_id))
 
-# %% ../nbs/03f_sample.ipynb #0d1119f9
+# %% ../nbs/03f_sample.ipynb #3510176d
 def to_rollouts(
     outputs:list,   # `vllm.RequestOutput`s, in the order of the prompts
     version:int=0,  # optimizer steps behind the policy that sampled
@@ -89,7 +89,7 @@ def to_rollouts(
         [[lp[t].logprob for t, lp in zip(c.token_ids, c.logprobs)] for _, c in done], [i for i, _ in done],
         [c.finish_reason == "stop" for _, c in done], version)
 
-# %% ../nbs/03f_sample.ipynb #2667dda8
+# %% ../nbs/03f_sample.ipynb #86f9b317
 @contextlib.contextmanager
 def seeded(
     seed:int|None, # None: go on from torch's random state

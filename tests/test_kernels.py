@@ -69,16 +69,9 @@ for dtype, off in ((torch.float32, 1e-5), (torch.float16, 2**-10)):
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_head_in_the_interpreter():
+@pytest.mark.parametrize("script, word, times", [(SCRIPT, "launches", 2), (HEAD, "right", 4)], ids=["writes", "token_logps"])
+def test_kernels_in_the_interpreter(script, word, times):
     env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", HEAD], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("right") == 4, done.stdout
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_kernels_in_the_interpreter():
-    env = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("launches") == 2, done.stdout
+    assert done.stdout.count(word) == times, done.stdout
