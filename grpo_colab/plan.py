@@ -20,7 +20,7 @@ from .writes import Write
 @dataclass(frozen=True)
 class Move:
     "One copy: a view of the tensor `name` into `dest`, a view of the engine's memory."
-    name:str            # as in a checkpoint
+    name:str            # in the policy
     dest:torch.Tensor   # where it goes
     stride:tuple        # of the view of the source, elements
     offset:int          # of the view of the source, elements from the tensor's first
@@ -48,12 +48,13 @@ class Watch(TorchDispatchMode):
         self.memory = {_start(t) for t in memory}
         self.tensors, self.names, self.moves, self.computed, self.now = {}, {}, [], set(), None
     def over(self,
-        weights:Iterable, # (checkpoint name, tensor)
+        weights:Iterable, # (name in the policy, tensor)
+        parts=None,       # from `checkpoint_parts`; None: the names are those of a checkpoint
     ):
-        "Yields `weights`, and remembers which memory is whose."
+        "Yields `weights` as a checkpoint holds them, and remembers which memory is whose."
         for self.now, tensor in weights:
             self.tensors[self.now], self.names[_start(tensor)] = tensor, self.now
-            yield self.now, tensor
+            yield from parts(self.now, tensor) if parts else [(self.now, tensor)]
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         written = func._schema.is_mutable and isinstance(args[0], torch.Tensor) and _start(args[0]) in self.memory
@@ -82,10 +83,12 @@ class CopyPlan:
     "Where a policy's tensors go in an engine's memory, found by watching `load_weights` once. Making it loads the weights."
     def __init__(self,
         module,           # the `torch.nn.Module` in vLLM, from `compat.engine_module`
-        weights:Iterable, # (checkpoint name, tensor), the whole policy
+        weights:Iterable, # (name in the policy, tensor), the whole policy
+        parts=None,       # from `checkpoint_parts`; None: the names are those of a checkpoint
     ):
+        self.module, self.parts = module, parts
         watch = Watch([*module.parameters(), *module.buffers()])
-        with watch, compat.plain_layers(module): self.loaded = set(module.load_weights(watch.over(weights)) or ())
+        with watch: self.loaded = self._load(watch.over(weights, self.parts))
         through = watch.computed | (set(watch.tensors) if watch.wrong() else set())  # written over: what, only vLLM knows
         self.through = frozenset(through)  # names that vLLM must load itself
         self.moves = {}  # name -> its moves
@@ -100,9 +103,21 @@ class CopyPlan:
 
 # %% ../nbs/04a_plan.ipynb #434113b2
 @patch
+def _load(self:CopyPlan, weights):
+    "By vLLM; names of its parameters that got a weight."
+    with compat.plain_layers(self.module): return set(self.module.load_weights(weights) or ())
+
+@patch
+def load_rest(self:CopyPlan,
+    rest:list, # (name in the policy, tensor), what `writes` leaves
+):
+    "Load by vLLM's own `load_weights`, in one batch."
+    if rest: self._load(rest if self.parts is None else [part for named in rest for part in self.parts(*named)])
+
+@patch
 def writes(self:CopyPlan,
-    weights:Iterable, # (checkpoint name, tensor), any of those the plan was made from
-) -> tuple[list[Write], list]: # what to copy where, and the (name, tensor) that are for `load_weights`
+    weights:Iterable, # (name in the policy, tensor), any of those the plan was made from
+) -> tuple[list[Write], list]: # what to copy where, and the (name, tensor) that are for `load_rest`
     "The copies for these tensors."
     found, rest = [], []
     for name, tensor in weights:

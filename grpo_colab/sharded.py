@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from . import compat
 from .engine import Engine
 from .plan import CopyPlan
-from .policy_weights import adapted_layers, base_weights
+from .policy_weights import adapted_layers, base_weights, checkpoint_parts
 from .vllm_args import check_loaded
-from .weights import fold_writes, load_rest
+from .weights import fold_writes
 from .writes import Writes
 
 # %% ../nbs/05c_sharded.ipynb #e33ad8db
@@ -59,11 +59,11 @@ def fsdp2_gather(
     yield [p.detach().full_tensor() if isinstance(p, DTensor) else p.data for p in params]
 
 # %% ../nbs/05c_sharded.ipynb #82c70ba7
-def _watched(module, bucket, gather):
+def _watched(module, bucket, gather, parts):
     "Load one bucket, and the plan of it."
     device = next(module.parameters()).device  # a policy that is offloaded may be gathered elsewhere
     with gather([p for _, p in bucket]) as whole:
-        return CopyPlan(module, [(n, torch.from_dlpack(t.detach().to(device))) for (n, _), t in zip(bucket, whole)])
+        return CopyPlan(module, [(n, torch.from_dlpack(t.detach().to(device))) for (n, _), t in zip(bucket, whole)], parts)
 
 def _overwritten(plan, bucket, gather):
     "Does the engine hold something else than this bucket brought?"
@@ -74,14 +74,15 @@ def _overwritten(plan, bucket, gather):
 # %% ../nbs/05c_sharded.ipynb #8892b912
 def bucketed_plan(
     module,       # the `torch.nn.Module` in vLLM, from `compat.engine_module`
-    weights:list, # (checkpoint name, parameter), the whole policy
+    weights:list, # (name in the policy, parameter), the whole policy
     gather,       # context that gives a list of parameters whole
     size:int,     # of a bucket, bytes
+    parts=None,   # from `checkpoint_parts`; None: the names are those of a checkpoint
 ) -> CopyPlan:
     "A plan made while at most one bucket is whole. Making it loads the weights."
-    plan = CopyPlan(module, ())
+    plan = CopyPlan(module, (), parts)
     for bucket in buckets(weights, size):
-        part = _watched(module, bucket, gather)
+        part = _watched(module, bucket, gather, parts)
         plan.moves, plan.through, plan.loaded = plan.moves | part.moves, plan.through | part.through, plan.loaded | part.loaded
     if any([_overwritten(plan, bucket, gather) for bucket in buckets(weights, size)]):  # a list: every rank gathers all
         plan.moves, plan.through = {}, frozenset(n for n, _ in weights)
@@ -111,8 +112,8 @@ def sync(self:ShardedSync,
         weights, layers = list(base_weights(self.model)), list(adapted_layers(self.model))
         needed = self._needed(weights, layers, whole)
         if new: size = self._first(module, weights)
-        else: size = sum(self._bring(module, b) for b in buckets(needed, self.bucket_bytes))
-        size += sum(self._adapted(module, *layer) for layer in layers)
+        else: size = sum(self._bring(b) for b in buckets(needed, self.bucket_bytes))
+        size += sum(self._adapted(*layer) for layer in layers)
         span.add(bytes=size, whole=whole, planned=not new)
     return size
 
@@ -138,23 +139,23 @@ def _needed(self:ShardedSync, weights, layers, whole):
 @patch
 def _first(self:ShardedSync, module, weights):
     "Make the plan, which loads the base; bytes read."
-    plan = bucketed_plan(module, weights, self.gather, self.bucket_bytes)
+    plan = bucketed_plan(module, weights, self.gather, self.bucket_bytes, checkpoint_parts(self.model))
     with compat.plain_layers(module): check_loaded(module, plan.loaded)
     self.plan = plan
     return sum(whole_bytes(p) for _, p in weights)
 
 @patch
-def _bring(self:ShardedSync, module, bucket):
+def _bring(self:ShardedSync, bucket):
     "One bucket, by the plan; bytes read. What it gathers is let go when it returns."
-    with self.gather([p for _, p in bucket]) as whole: self._write(module, [(n, t) for (n, _), t in zip(bucket, whole)])
+    with self.gather([p for _, p in bucket]) as whole: self._write([(n, t) for (n, _), t in zip(bucket, whole)])
     return sum(whole_bytes(p) for _, p in bucket)
 
 @patch
-def _write(self:ShardedSync, module, weights):
+def _write(self:ShardedSync, weights):
     "Copy what is planned, and let vLLM load the rest in one batch."
     writes, rest = self.plan.writes(weights)
     Writes(writes).run()
-    load_rest(module, rest)
+    self.plan.load_rest(rest)
 
 # %% ../nbs/05c_sharded.ipynb #f4c29a98
 @contextlib.contextmanager
@@ -178,10 +179,10 @@ def _merged(name, layer):
     return [(f"{name}.{key}", p.data) for key, p in layer.get_base_layer().named_parameters(recurse=False)]
 
 @patch
-def _adapted(self:ShardedSync, module, name, layer):
+def _adapted(self:ShardedSync, name, layer):
     "One layer with its adapter: folded, or merged by PEFT where it is no plain LoRA; bytes read."
     with whole_layer(layer, self.gather) as whole:
         writes = fold_writes(self.plan, name, whole)
-        if writes is None: self._write(module, _merged(name, whole))
+        if writes is None: self._write(_merged(name, whole))
         else: Writes(writes).run()
     return sum(whole_bytes(p) for p in layer.parameters())

@@ -188,7 +188,7 @@ if triton:
 def _wrong(w, numbers, rng):
     "How many of `numbers` random numbers of a write, or of all for None, are not there; by PyTorch."
     found, value, summands = w.dest, w.value().to(w.dest.device, w.dest.dtype), w.source.abs().to(w.dest.device)
-    if w.a is not None: summands = Write(w.dest, w.source.abs(), w.a.abs(), w.b.abs(), abs(w.scale)).value()
+    if w.a is not None: summands = Write(w.dest, w.source.abs(), w.a.abs(), w.b.abs(), abs(w.scale)).value().to(w.dest.device)
     if numbers and found.numel():
         at = torch.randint(found.numel(), (numbers,), generator=rng).to(found.device)
         found, value, summands = (t.reshape(-1)[at] for t in (found, value, summands))
