@@ -16,12 +16,12 @@ from .bench_memory import memory_claims, one_base_row, peak_row, sleep_rows, tea
 from .bench_pack import pack_claims, pack_rows
 from .bench_rollout import rollout_claims, rollout_rows
 from .bench_step import CASES, step_claims, step_row
-from .bench_sync import SHAPES, decode_rows, result, sync_claims, sync_rows
+from .bench_sync import SHAPES, decode_rows, result, slot_rows, sync_claims, sync_rows
 
 # %% ../nbs/23d_bench.ipynb #1ef9013b
 #: bench -> its parts, in the order of measuring
-PARTS = dict(sync=("sync", "decode"), memory=("peak", "sleep", "one_base", "teardown"), rollout=("rollout",), pack=("pack",),
-             step=tuple(CASES), curves=("curves",))
+PARTS = dict(sync=("sync", "decode", "slot"), memory=("peak", "sleep", "one_base", "teardown"), rollout=("rollout",),
+             pack=("pack",), step=tuple(CASES), curves=("curves",))
 #: bench -> rows to claims
 CLAIMS = dict(sync=sync_claims, memory=memory_claims, rollout=rollout_claims, pack=pack_claims, step=step_claims,
               curves=curve_claims)
@@ -32,7 +32,8 @@ def _jobs(shapes, repeats, cycles, small):
     large = shapes[min(1, len(shapes) - 1)]  # 1.5B by default
     toy, few = (dict(counts=(16,), tokens=24, short=8), dict(sequences=8, tokens=8)) if small else ({}, {})
     sizes = dict(count=min(repeats, 3) + 1) | (dict(number=16, batch=8, median=8, cap=16) if small else {})
-    return dict(sync=[partial(sync_rows, s, repeats) for s in shapes], decode=[partial(decode_rows, large, repeats, **few)],
+    return dict(sync=[partial(sync_rows, s, repeats) for s in shapes],
+        decode=[partial(decode_rows, large, repeats, **few)], slot=[partial(slot_rows, large, repeats, **few)],
         peak=[partial(peak_row, s, lora) for s in shapes for lora in (False, True)], sleep=[partial(sleep_rows, large)],
         one_base=[partial(one_base_row, large)], teardown=[partial(teardown_row, cycles)],
         rollout=[partial(rollout_rows, large, repeats=min(repeats, 3), **toy)],

@@ -93,7 +93,13 @@ def gpu_busy(
     spans = [(e.time_range.start, e.time_range.end) for e in record.events() if e.device_type.name == "CUDA"]
     return covered(spans) / 1e6
 
-# %% ../nbs/23ca_bench_rollout.ipynb #60f93a8b
+# %% ../nbs/23ca_bench_rollout.ipynb #97983793
+def _busy_step(generation, n, short):
+    "How long the GPU is busy in one step, ms."
+    busy = [gpu_busy(partial(sample_ours, generation, n, size)) for size in (short // 2, short)]
+    return None if busy[0] is None else [(busy[1] - busy[0]) / (short - short // 2) * 1e3]
+
+# %% ../nbs/23ca_bench_rollout.ipynb #430b18e0
 def rollout_rows(
     shape:str,                   # a key of `SHAPES`, or "toy"
     counts:tuple=(256, 512, 1024), # sequences
@@ -102,22 +108,22 @@ def rollout_rows(
     short:int=64,                # tokens of the short run of a step's time
     **engine_args,               # of vLLM
 ) -> list[dict]: # tokens/s of both ways, and ms a step beside the GPU's own
-    "Measure, on one engine. It is closed."
-    generation, rows = start(shape, max(counts), tokens, **engine_args), []
-    for n in counts:
-        ours, theirs = (partial(f, generation, n) for f in (sample_ours, sample_theirs))
-        ours(tokens), theirs(tokens)  # what the first call of a size costs does not count
-        row = dict(case=f"rollout_{n}_{shape}", metric="rollout", unit="tokens/s", ours=[], peer=[])
-        for _ in range(repeats):
-            for key, way in dict(ours=ours, peer=theirs).items(): row[key].append(n * tokens / seconds(partial(way, tokens)))
-        step = dict(case=f"decode_step_{n}_{shape}", metric="step", unit="ms", ours=[])
-        for _ in range(repeats):
-            step["ours"].append((seconds(partial(ours, tokens)) - seconds(partial(ours, short))) / (tokens - short) * 1e3)
-        busy = [gpu_busy(partial(ours, size)) for size in (short // 2, short)]
-        step["limit"] = None if busy[0] is None else [(busy[1] - busy[0]) / (short - short // 2) * 1e3]
-        rows += [row, step]
+    "Measure, on one engine. It is closed. The counts take turns, so that a host that is slow for a while slows each of them."
+    generation = start(shape, max(counts), tokens, **engine_args)
+    rates = {n: dict(case=f"rollout_{n}_{shape}", metric="rollout", unit="tokens/s", ours=[], peer=[]) for n in counts}
+    steps = {n: dict(case=f"decode_step_{n}_{shape}", metric="step", unit="ms", ours=[]) for n in counts}
+    for n in counts: sample_ours(generation, n, tokens)  # what the first call of a size costs does not count
+    sample_theirs(generation, min(counts), tokens)
+    for _ in range(repeats):
+        for n in counts:
+            whole, part, theirs = (seconds(partial(way, generation, n, size)) for way, size in
+                                   ((sample_ours, tokens), (sample_ours, short), (sample_theirs, tokens)))
+            rates[n]["ours"].append(n * tokens / whole)
+            rates[n]["peer"].append(n * tokens / theirs)
+            steps[n]["ours"].append((whole - part) / (tokens - short) * 1e3)
+    for n in counts: steps[n]["limit"] = _busy_step(generation, n, short)
     generation.engine.close(say=False)
-    return rows
+    return [*rates.values(), *steps.values()]
 
 # %% ../nbs/23ca_bench_rollout.ipynb #a3e24b42
 def rollout_claims(

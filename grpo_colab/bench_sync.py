@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['SHAPES', 'random_policy', 'with_lora', 'stand_in', 'now', 'milliseconds', 'flat_copy', 'sync_rows', 'decode_rows',
-           'sync_claims', 'result']
+           'slot_rows', 'sync_claims', 'result']
 
 # %% ../nbs/23b_bench_sync.ipynb #ead846a8
 import datetime, gc, os, platform, statistics, subprocess, time
@@ -159,40 +159,52 @@ def sync_rows(
     generation.engine.close(say=False)
     return rows
 
-# %% ../nbs/23b_bench_sync.ipynb #6ea909c9
+# %% ../nbs/23b_bench_sync.ipynb #83ced981
+def _decoding(sequences):
+    "An engine that samples so many; on a GPU with CUDA graphs of the decoding steps, without `torch.compile`."
+    graphs = dict(compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, sequences]))
+    return dict(max_model_len=112, max_num_seqs=sequences, load=False) | (dict(enforce_eager=True) if compat.on_cpu() else graphs)
+
 def decode_rows(
     shape:str,         # a key of `SHAPES`, or "toy"
     repeats:int=5,     # of each measurement
     sequences:int=256, # sampled at once
     tokens:int=96,     # of each, at most 96
-) -> list[dict]: # tokens/s of the base, after a fold, from a slot
-    "How fast an engine samples each way. On a GPU with CUDA graphs of the decoding steps, without `torch.compile`."
-    graphs = dict(compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY", cudagraph_capture_sizes=[1, sequences]))
-    model = with_lora(random_policy(shape))
-    settings = dict(max_model_len=(tokens := min(tokens, 96)) + 16, max_num_seqs=sequences, load=False)
-    settings |= dict(enforce_eager=True) if compat.on_cpu() else graphs
-    rate = partial(sampling_rate, sequences=sequences, tokens=tokens)
-    with Engine(model, **settings) as engine:
-        rates = dict(base=[], fold=[])
+) -> list[dict]: # tokens/s of the base, and after a fold
+    "How fast an engine without slots samples."
+    model, rates = with_lora(random_policy(shape)), dict(base=[], fold=[])
+    with Engine(model, **_decoding(sequences)) as engine:
         for i in range(repeats + 1):
             for way in rates if i % 2 else reversed(rates):  # in turns, so that neither is always the first
                 engine.load_weights(base_weights(model) if way == "base" else policy_weights(model))
                 gc.collect()
-                rates[way].append(rate(engine))
-    with Engine(model, **settings, **slot_args(model)) as engine:
-        measured = measure_lora(engine, model, sequences, tokens, min(repeats, 5))
-    rates |= {way: [0, measured[m]["tokens_s"]] for way, m in {"slot": "slot", "fold, engine with slots": "fold"}.items()}
+                rates[way].append(sampling_rate(engine, sequences, min(tokens, 96)))
     return [dict(case=f"decode_{way}_{shape}", metric="decode", unit="tokens/s", ours=r[1:]) for way, r in rates.items()]
+
+# %% ../nbs/23b_bench_sync.ipynb #1bc9414a
+def slot_rows(
+    shape:str,         # a key of `SHAPES`, or "toy"
+    repeats:int=5,     # of each measurement
+    sequences:int=256, # sampled at once
+    tokens:int=96,     # of each, at most 96
+) -> list[dict]: # tokens/s from a slot, and after a fold
+    "How fast an engine with slots samples."
+    model = with_lora(random_policy(shape))
+    with Engine(model, **_decoding(sequences), **slot_args(model)) as engine:
+        found = measure_lora(engine, model, sequences, min(tokens, 96), min(repeats, 5))
+    ways = {"slot": "slot", "fold, engine with slots": "fold"}
+    return [dict(case=f"decode_{way}_{shape}", metric="decode", unit="tokens/s", ours=[found[key]["tokens_s"]])
+            for way, key in ways.items()]
 
 # %% ../nbs/23b_bench_sync.ipynb #bbc6aa28
 def sync_claims(
-    rows:list[dict], # from `sync_rows` and `decode_rows`
+    rows:list[dict], # from `sync_rows`, `decode_rows` and `slot_rows`
 ) -> dict[str, float]: # claim -> number
     "Medians as ratios."
     claims, median = {}, lambda row, key: statistics.median(row[key])
     decode = {row["case"].split("_")[1]: median(row, "ours") for row in rows if row["metric"] == "decode"}
     for way in ("fold", "slot"):
-        if decode: claims[f"{way}_decode_over_base"] = round(decode[way] / decode["base"], 3)
+        if way in decode: claims[f"{way}_decode_over_base"] = round(decode[way] / decode["base"], 3)
     for row in (r for r in rows if r["metric"] == "sync"):
         kind, _, shape = row["case"].partition("_")
         if kind != "slot": claims[f"{kind}_over_flat_copy_{shape}"] = round(median(row, "ours") / median(row, "limit"), 3)
