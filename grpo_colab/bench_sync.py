@@ -221,9 +221,9 @@ def result(
     rows:list[dict], # measurements
     claims:dict,     # claim -> number
 ) -> dict: # what goes into `benchmarks/<machine>/<name>.json`
-    "Measurements with all that is needed to make them again. Outside a checkout the commit is that of `GIT_COMMIT`."
+    "Measurements with all that is needed to make them again. `GIT_COMMIT` says the commit where a checkout does not."
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    commit = os.environ.get("GIT_COMMIT") if git.returncode else git.stdout.strip()
+    commit = os.environ.get("GIT_COMMIT") or git.stdout.strip() or None
     machine = platform.processor() or platform.machine() if compat.on_cpu() else torch.cuda.get_device_name()
     versions = {p: compat.installed(p) for p in ("torch", "vllm", "trl", "transformers", "peft")}
     return dict(command=command, commit=commit, date=datetime.date.today().isoformat(), machine=machine,
