@@ -8,6 +8,7 @@ __all__ = ['LIMITS', 'packed_logps', 'prove', 'compile_layers', 'uncompiled', 'f
 # %% ../nbs/07b_packed_forward.ipynb #8dc75379
 import contextlib
 
+import numpy as np
 import torch
 from accelerate.utils import extract_model_from_parallel
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -59,25 +60,26 @@ def _refuse_config(config):
         if getattr(config, name, 0): raise UnsupportedAttention(f"attention in rows has no dropout: set {name}=0")
 
 def _trial(model, config):
-    "Three sequences, one of them longer than a sliding window if that is not too long."
+    "Three sequences with one prompt, one of them longer than a sliding window if that is not too long."
     window = getattr(config, "sliding_window", None) or 0
     sizes = 9, min(window + 8, 512) if window else 24, 17
     at = torch.arange(max(sizes), device=next(model.parameters()).device)
     ids = (at * 7919 + 11 + 131 * torch.arange(3, device=at.device)[:, None]) % min(config.vocab_size, 50_000)
     mask = (at < torch.tensor(sizes, device=at.device)[:, None]).long()
-    return ids[:, :1], mask[:, :1], ids[:, 1:], mask[:, 1:]
+    return ids[:1, :4].expand(3, 4), mask[:, :4], ids[:, 4:], mask[:, 4:]
 
 # %% ../nbs/07b_packed_forward.ipynb #5079a422
 def _own_logps(model, prompt, completion, mask):
     "Log-probs of one completion by the model's own forward and logits, alone."
     n = int(mask.sum())
-    z = model(input_ids=torch.cat([prompt, completion[:n]])[None]).logits[0, :-1].float()
+    z = model(input_ids=torch.cat([prompt, completion[:n]])[None]).logits[0, len(prompt) - 1:-1].float()
     return z.log_softmax(-1).gather(1, completion[:n, None])[:, 0]
 
 # %% ../nbs/07b_packed_forward.ipynb #bbede63d
 @torch.no_grad()
 def prove(
     model, # as in `packed_logps`
+    share:bool=False, # also a row in which a prompt stands once?
 ) -> float: # largest difference of log-probs, in their standard deviations
     "Compare a row with the model's own logits. Raises `UnsupportedAttention` with the reason when rows are not right for it."
     config, training = _inner(model).config.get_text_config(), model.training
@@ -86,7 +88,8 @@ def prove(
     try:
         model.eval()
         own = torch.cat([_own_logps(model, *one) for one in zip(prompts, completions, masks)])
-        with packed_attention(model): ours, _ = packed_logps(model, make_row(*batch, range(3)), entropy=False)
+        rows = [make_row(*batch, range(3), same=same) for same in (None, np.zeros(3, np.int64))[:1 + share]]
+        with packed_attention(model): ours = torch.stack([packed_logps(model, row, entropy=False)[0] for row in rows])
     finally: model.train(training)
     gap, kind = ((ours - own).abs().max() / own.std()).item(), ours.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else next(model.parameters()).dtype

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .budget import row_tokens
 from .packed_forward import compile_layers, packed_logps, prove
-from .packing import make_row, rows_of
+from .packing import make_row
 from .varlen import UnsupportedAttention, packed_attention
 from .window import importance_ratio, loss_mask, side_by_side, widen
 
@@ -27,7 +27,7 @@ from trl import GRPOTrainer
 
 # %% ../nbs/08b_policy.ipynb #7097b6d7
 #: option -> value if `args` has none
-DEFAULTS = dict(token_budget="auto", packing=True, skip_zero_advantage=False, compile_layers=False)
+DEFAULTS = dict(token_budget="auto", packing=True, share_prompts="auto", skip_zero_advantage=False, compile_layers=False)
 
 class PackedGRPOTrainer(GRPOTrainer):
     "TRL's `GRPOTrainer` on packed rows. A model that cannot be packed is trained TRL's way, with a warning that says why."
@@ -55,9 +55,15 @@ def _refusal(self:PackedGRPOTrainer, model):
     if self.args.cast_lm_head_to_fp32: return "cast_lm_head_to_fp32=True"
     if getattr(getattr(self.accelerator, "parallelism_config", None), "cp_enabled", False): return "context parallelism is on"
     try:
-        with self.accelerator.autocast(): prove(model)
+        with self.accelerator.autocast(): prove(model, bool(self._share()))
     except UnsupportedAttention as e: return str(e)
     return ""
+
+@patch
+def _drops(self:PackedGRPOTrainer): return any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self.model.modules())
+
+@patch
+def _share(self:PackedGRPOTrainer): return not self._drops() and self._option("share_prompts")  # dropout is for each its own
 
 # %% ../nbs/08b_policy.ipynb #81a86800
 @patch
@@ -78,8 +84,7 @@ def padded_because(self:PackedGRPOTrainer,
 def _rows(self:PackedGRPOTrainer, window, wanted):
     "Rows of the sequences `wanted` [N] bool, None where there is nothing to run."
     which, padded = np.flatnonzero(wanted), max(b["prompt_ids"].numel() + b["completion_ids"].numel() for b in window.batches)
-    budget = row_tokens(self._option("token_budget"), padded)
-    cut = lambda n: [which[row] for row in rows_of(sum(window.lengths)[which], budget, at_least=n)[0]] if len(which) else []
+    cut = partial(window.rows, which, row_tokens(self._option("token_budget"), padded)) if len(which) else lambda n: []
     count = max(len(rows := cut(1)), 1)
     if self.is_deepspeed_enabled or self.is_fsdp_enabled:
         count = int(self.accelerator.gather(torch.tensor([count], device=self.accelerator.device)).max())
@@ -89,12 +94,11 @@ def _rows(self:PackedGRPOTrainer, window, wanted):
 @patch
 def _forward(self:PackedGRPOTrainer, model, window, which, entropy=True, grad_entropy=False):
     "(flat positions in [N, T], log-probs, entropies) of the completion tokens of one row, [C] each."
-    ids, lengths = window.ids, window.lengths
     if which is None:  # the first token of the first completion
-        first = torch.zeros_like(ids[3])
+        first = torch.zeros_like(window.ids[3])
         first[0, 0] = 1
-        ids, lengths, which = (*ids[:3], first), None, [0]
-    row = make_row(*ids, which, lengths=lengths)
+        row = make_row(*window.ids[:3], first, [0])
+    else: row = window.row(which)
     with self.accelerator.autocast():
         return row.at, *packed_logps(model, row, self.temperature, entropy=entropy, grad_entropy=grad_entropy)
 
@@ -117,7 +121,8 @@ def _get_per_token_logps_and_entropies(self:PackedGRPOTrainer, model, input_ids,
         return GRPOTrainer._get_per_token_logps_and_entropies(
             self, model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss, **images)
     (prompts, ids), (prompt_mask, mask) = (x.tensor_split([-logits_to_keep], 1) for x in (input_ids, attention_mask))
-    window = side_by_side([dict(prompt_ids=prompts, prompt_mask=prompt_mask, completion_ids=ids, completion_mask=mask)])
+    batch = dict(prompt_ids=prompts, prompt_mask=prompt_mask, completion_ids=ids, completion_mask=mask)
+    window = side_by_side([batch], self._share())
     self._fill(model, window, compute_entropy)
     return window.logps, window.entropies if compute_entropy else None, None
 
@@ -168,8 +173,7 @@ def _ratio(self:PackedGRPOTrainer, logps, sampled, mask):
 def _generate_and_score_completions(self:PackedGRPOTrainer, inputs):
     score = partial(GRPOTrainer._generate_and_score_completions, self)
     once = self.args.gradient_accumulation_steps % (self.args.steps_per_generation * self.num_iterations) == 0
-    drops = any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in self.model.modules())
-    if not (self.model.training and self._corrects() and once) or drops or self.padded_because(): return score(inputs)
+    if not (self.model.training and self._corrects() and once) or self._drops() or self.padded_because(): return score(inputs)
     self.vllm_importance_sampling_correction = False
     try: return score(inputs)
     finally: self.vllm_importance_sampling_correction = True
@@ -206,7 +210,7 @@ def training_step(self:PackedGRPOTrainer, model, inputs, num_items_in_batch=None
     loss = torch.zeros((), device=self.accelerator.device)  # the last returns that of all
     if self.accelerator.sync_gradients:
         batches, self._stash = self._stash, ()
-        loss = self._train(model, side_by_side(list(batches)))
+        loss = self._train(model, side_by_side(list(batches), self._share()))
     self._step += 1
     self._current_train_step_time += time.perf_counter() - begin
     if self._step % self.current_gradient_accumulation_steps == 0:

@@ -46,6 +46,8 @@ class _Rows(_Placement):
         help="Tokens of a row. Memory follows it, and not per_device_train_batch_size. 'auto': what fits, at most 16,384."))
     gradient_checkpointing:bool|str = field(default="auto", metadata=dict(
         help="Compute layers again in the backward pass instead of keeping what they did. 'auto': only when it does not fit."))
+    share_prompts:bool|str = field(default="auto", metadata=dict(
+        help="Compute a prompt once for the completions of its group in a row. 'auto': where that saves a tenth of the tokens."))
     skip_zero_advantage:bool = field(default=False, metadata=dict(
         help="Leave out completions whose advantage is 0: they change no weight."))
     compile_layers:bool = field(default=False, metadata=dict(
@@ -85,7 +87,7 @@ def check_args(
         raise ValueError(f"use_vllm={args.use_vllm}, vllm_mode={args.vllm_mode!r}: ColocateGRPOTrainer samples in this "
                          "process. Pass use_vllm=True, vllm_mode='colocate', or use TRL's GRPOTrainer for a server")
     for name, known in dict(lora_sync=("auto", "fold", "slot"), sleep_level=("auto", 0, "kv", 1, 2),
-                            verify=("probe", "full", "off")).items():
+                            verify=("probe", "full", "off"), share_prompts=("auto", True, False)).items():
         if (given := getattr(args, name, known[0])) not in known:
             raise ValueError(f"{name}={given!r}: one of {', '.join(map(repr, known))}")
     budget = getattr(args, "token_budget", "auto")

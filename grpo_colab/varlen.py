@@ -19,13 +19,14 @@ from transformers.masking_utils import sdpa_mask
 from .packing import Row
 
 # %% ../nbs/07a_varlen.ipynb #c88d0438
-def _one_by_one(q, k, v, cu, scale, window):
-    "PyTorch's attention, sequence by sequence."
-    bounds, out = cu.tolist(), []
-    for a, b in zip(bounds, bounds[1:]):
-        mask, i = None, torch.arange(b - a, device=q.device)
-        if window is not None and b - a > window: mask = (i[:, None] >= i) & (i[:, None] - i < window)
-        q_k_v = (t[:, :, a:b] for t in (q, k, v))
+def _one_by_one(q, k, v, cu, cu_keys, scale, window):
+    "PyTorch's attention, sequence by sequence. Its last token sees all of its keys."
+    bounds, ends, out = cu.tolist(), cu_keys.tolist(), []
+    for a, b, c, d in zip(bounds, bounds[1:], ends, ends[1:]):
+        mask, j = None, torch.arange(d - c, device=q.device)
+        i = j[d - c - (b - a):, None]
+        if d - c > b - a or window is not None and d - c > window: mask = (i >= j) & (i - j < (window or d - c))
+        q_k_v = q[:, :, a:b], k[:, :, c:d], v[:, :, c:d]
         out.append(F.scaled_dot_product_attention(*q_k_v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True))
     return torch.cat(out, dim=2).transpose(1, 2).contiguous()
 
@@ -33,12 +34,12 @@ def _one_by_one(q, k, v, cu, scale, window):
 _GQA = dict(enable_gqa=True) if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
 _ampere = False  # has this GPU the kernel? `packed_attention` looks
 
-def _flash(q, k, v, cu, longest, scale, window):
-    "All sequences in one kernel."
+def _flash(q, k, v, cu, cu_keys, longest, most_keys, scale, window):
+    "All sequences in one kernel, which lets a sequence's last token see all of its keys."
     if q.dtype == torch.float32: q, k, v = (t.to(torch.get_autocast_dtype("cuda")) for t in (q, k, v))
     q, k, v = (t[0].transpose(0, 1) for t in (q, k, v))
     before = -1 if window is None else window - 1
-    return varlen.varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(before, 0), **_GQA)[None]
+    return varlen.varlen_attn(q, k, v, cu, cu_keys, longest, most_keys, scale=scale, window_size=(before, 0), **_GQA)[None]
 
 # %% ../nbs/07a_varlen.ipynb #2045ac6b
 class UnsupportedAttention(NotImplementedError):
@@ -51,7 +52,15 @@ def _refuse(dropout, kwargs):
     if named := [f"{k}={v}" if isinstance(v, (int, float)) else k for k, v in wrong.items() if v is not None]:
         raise UnsupportedAttention(f"attention in rows does not know {', '.join(named)}: use the padded forward for this model")
 
-# %% ../nbs/07a_varlen.ipynb #ebd92295
+# %% ../nbs/07a_varlen.ipynb #fc429806
+def _in_row(q, k, v, keys, bounds, longest, scale, window):
+    "By the kernel where there is one."
+    if keys is not None: k, v = k.index_select(2, keys), v.index_select(2, keys)
+    half = q.dtype != torch.float32 or torch.is_autocast_enabled("cuda")
+    kernel = q.is_cuda and _ampere and half and q.shape[-1] == v.shape[-1] <= 256
+    return _flash(q, k, v, *bounds, *longest, scale, window) if kernel else _one_by_one(q, k, v, *bounds, scale, window)
+
+# %% ../nbs/07a_varlen.ipynb #5377997b
 def varlen_attention(
     module,              # the attention layer
     query,               # [1, heads, L, dim]
@@ -62,17 +71,19 @@ def varlen_attention(
     scaling=None,        # of the scores; None: 1/√dim
     sliding_window=None, # tokens that a token sees, itself included
     cu_seq_lens_q=None,  # [S + 1] int32; makes the call a row
+    cu_seq_lens_k=None,  # [S + 1] int32, where other keys are seen than one's own
     max_length_q=None,   # tokens of the longest sequence
+    max_length_k=None,   # most keys of one
+    row_keys=None,       # [K] int64: positions of the keys of each sequence, one after the other; None: its own tokens
     **kwargs,            # what else the model passes
 ) -> tuple: # ([1, L, heads, dim], None)
     "Attention as Transformers' interface wants it. Raises `UnsupportedAttention` for a row with what no kernel here computes."
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     _refuse(dropout, kwargs)
-    half = query.dtype != torch.float32 or torch.is_autocast_enabled("cuda")
-    if query.is_cuda and _ampere and half and query.shape[-1] == value.shape[-1] <= 256:
-        return _flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, sliding_window), None
-    return _one_by_one(query, key, value, cu_seq_lens_q, scaling, sliding_window), None
+    bounds = cu_seq_lens_q, cu_seq_lens_q if row_keys is None else cu_seq_lens_k
+    longest = max_length_q, max_length_q if row_keys is None else max_length_k
+    return _in_row(query, key, value, row_keys, bounds, longest, scaling, sliding_window), None
 
 # %% ../nbs/07a_varlen.ipynb #2a5d4814
 NAME = "grpo_colab_varlen" #: of this attention, in a model's config
@@ -87,8 +98,9 @@ def row_kwargs(
     "What a model is called with for a row."
     mask = row.input_ids.new_zeros((1, 1, 0, 0), dtype=torch.bool)
     return dict(input_ids=row.input_ids, position_ids=row.position_ids, attention_mask=mask, use_cache=False,
-                cu_seq_lens_q=row.cu_seqlens, cu_seq_lens_k=row.cu_seqlens, max_length_q=row.max_length,
-                max_length_k=row.max_length)
+                cu_seq_lens_q=row.cu_seqlens, max_length_q=row.max_length, **(
+                dict(cu_seq_lens_k=row.cu_seqlens, max_length_k=row.max_length) if row.keys is None else
+                dict(cu_seq_lens_k=row.cu_keys, max_length_k=row.max_keys, row_keys=row.keys)))
 
 # %% ../nbs/07a_varlen.ipynb #ee300216
 def _configs(model):

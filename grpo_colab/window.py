@@ -11,11 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from fastcore.basics import patch
 from torch.nn.functional import pad
 
-from .packing import real_lengths
+from .packing import Row, make_row, real_lengths, rows_of, rows_once, same_prompts
 
-# %% ../nbs/08a_window.ipynb #5f37a9dd
+# %% ../nbs/08a_window.ipynb #c1efc5b6
 @dataclass
 class Window:
     "What one optimizer step trains on: N sequences, prompts padded on the left to P tokens, completions on the right to T."
@@ -25,7 +26,7 @@ class Window:
     lengths:tuple            # tokens of the prompts [N], of the completions [N]; 0 for one that is masked
     logps:torch.Tensor       # [N, T] float32
     entropies:torch.Tensor   # [N, T] float32, zeros where not known
-
+    same:np.ndarray|None     # [N] from `same_prompts`: a prompt is computed once in a row; None: with each sequence
     def parts(self,
         x:torch.Tensor, # [N, T]
     ) -> list: # of [B, width of the micro-batch]
@@ -41,6 +42,26 @@ class Window:
         self.logps.view(-1)[at] = logps.detach()
         if entropies is not None: self.entropies.view(-1)[at] = entropies.detach()
 
+# %% ../nbs/08a_window.ipynb #f49c1fb8
+@patch
+def rows(self:Window,
+    which:np.ndarray, # indices of sequences
+    budget:int,       # tokens in a row, at most
+    at_least:int=1,   # rows
+) -> list: # of arrays of indices
+    "These sequences as rows."
+    p, c = (lengths[which] for lengths in self.lengths)
+    if self.same is None: rows, = rows_of(p + c, budget, at_least=at_least)
+    else: rows, = rows_once(p, c, self.same[which], budget, at_least=at_least)
+    return [which[row] for row in rows]
+
+@patch
+def row(self:Window,
+    which:np.ndarray, # indices of sequences, from `rows`
+) -> Row:
+    "The tensors of one row."
+    return make_row(*self.ids, which, lengths=self.lengths, same=self.same)
+
 # %% ../nbs/08a_window.ipynb #c6b2e60a
 def widen(
     parts:list, # tensors [B, width], a micro-batch each
@@ -55,25 +76,35 @@ def loss_mask(
     "Tokens that count in the loss: of the completion, and written by the policy and not by a tool."
     return inputs["completion_mask"] * inputs.get("tool_mask", 1)
 
-# %% ../nbs/08a_window.ipynb #77e4c2c7
+# %% ../nbs/08a_window.ipynb #20761dc3
 def _constant(inputs):
     "A finite stand-in for the log-probs of a micro-batch [B, width]."
     for name in ("old_per_token_logps", "sampling_per_token_logps"):
         if inputs.get(name) is not None: return torch.nan_to_num(inputs[name].float(), nan=0.)
     return torch.zeros(inputs["completion_ids"].shape, device=inputs["completion_ids"].device)
 
+def _same(ids, lengths, share):
+    "Numbers of the prompts when a prompt is to stand in a row once."
+    if share not in (True, False, "auto"): raise ValueError(f"share_prompts={share!r}: one of True, False, 'auto'")
+    if not share: return None
+    same, prompts = same_prompts(*ids[:2]), lengths[0]
+    saved = prompts.sum() - prompts[np.unique(same, return_index=True)[1]].sum()
+    return same if share is True or saved > .1 * sum(lengths).sum() else None
+
+# %% ../nbs/08a_window.ipynb #21794e9a
 def side_by_side(
-    batches:list, # TRL's inputs, a dict a micro-batch
+    batches:list,         # TRL's inputs, a dict a micro-batch
+    share:bool|str=False, # is a prompt computed once for its group? "auto": where that saves a tenth of the tokens
 ) -> Window: # with constants for log-probs
-    "Micro-batches as one."
+    "Micro-batches as one. Raises `ValueError` for another `share`."
     P, T = (max(b[k].shape[1] for b in batches) for k in ("prompt_ids", "completion_ids"))
     prompts = [torch.cat([pad(b[k], (P - b[k].shape[1], 0)) for b in batches]) for k in ("prompt_ids", "prompt_mask")]
     completions = [widen([b[k] for b in batches], T) for k in ("completion_ids", "completion_mask")]
     ends = np.cumsum([len(b["prompt_ids"]) for b in batches]).tolist()
     spans = [(e - len(b["prompt_ids"]), e, b["completion_ids"].shape[1]) for b, e in zip(batches, ends)]
     logps = widen([_constant(b) for b in batches], T)
-    lengths = real_lengths(prompts[1], completions[1])
-    return Window(batches, (*prompts, *completions), spans, lengths, logps, torch.zeros_like(logps))
+    lengths, ids = real_lengths(prompts[1], completions[1]), (*prompts, *completions)
+    return Window(batches, ids, spans, lengths, logps, torch.zeros_like(logps), _same(ids, lengths, share))
 
 # %% ../nbs/08a_window.ipynb #47291e75
 def importance_ratio(
