@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NOT_SERVED', 'CONFIG', 'WEIGHTS', 'MANIFEST', 'AdapterError', 'check_servable', 'adapter_factors', 'serving_tensors',
            'safetensors_bytes', 'describe_base', 'adapter_config', 'Adapter', 'digest_of', 'folder_of',
-           'adapter_directory', 'read_manifest', 'check_file', 'check_contents']
+           'adapter_contents', 'manifest_of', 'adapter_directory', 'read_manifest', 'check_file', 'check_contents']
 
 # %% ../nbs/10_adapter_files.ipynb #17303d12
 import hashlib, json
@@ -157,7 +157,33 @@ def folder_of(
     "Name of a version's directory."
     return f"v{version:08d}-{digest[:8]}"
 
-# %% ../nbs/10_adapter_files.ipynb #bfd15e1c
+# %% ../nbs/10_adapter_files.ipynb #8943e8ba
+def adapter_contents(
+    tensors:dict,   # from `serving_tensors`
+    base:dict=None, # from `describe_base`
+) -> dict: # name -> bytes
+    "The files of an adapter, in memory."
+    layers = [n.removeprefix("base_model.model.").removesuffix(".lora_A.weight") for n in tensors if n.endswith("lora_A.weight")]
+    config = adapter_config(layers, len(next(iter(tensors.values()))), (base or {}).get("name"))
+    return {CONFIG: json.dumps(config, indent=1).encode(), WEIGHTS: memoryview(safetensors_bytes(tensors))}
+
+def manifest_of(
+    files:dict,     # from `adapter_contents`
+    tensors:dict,   # from `serving_tensors`
+    run:str,        # id of the run
+    version:int,    # optimizer steps
+    base:dict=None, # from `describe_base`
+) -> dict: # as `read_manifest` gives it
+    "What proves the files. Their hashes are the most of its time, in which Python is free to write them."
+    layers = {n.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): [tensors[n.replace("_A.", "_B.")].shape[0],
+              t.shape[1]] for n, t in tensors.items() if n.endswith("lora_A.weight")}
+    about = {n: dict(size=len(data), sha256=hashlib.sha256(data).hexdigest()) for n, data in files.items()}
+    digest, first = digest_of(about), next(iter(tensors.values()))
+    return dict(format=1, run=run, version=version, name=f"{run}-v{version}-{digest[:8]}", digest=digest,
+                base=base or dict(name=None, config=None), dtype=str(first.dtype).removeprefix("torch."), rank=len(first),
+                layers=layers, files=about)
+
+# %% ../nbs/10_adapter_files.ipynb #320e4cf3
 def adapter_directory(
     tensors:dict,   # from `serving_tensors`
     run:str,        # id of the run
@@ -165,15 +191,8 @@ def adapter_directory(
     base:dict=None, # from `describe_base`
 ) -> tuple[dict, dict]: # files in the order they are written: name -> bytes, the manifest last; and the manifest
     "Everything that stands in a version's directory, in memory."
-    layers = {n.removeprefix("base_model.model.").removesuffix(".lora_A.weight"): [tensors[n.replace("_A.", "_B.")].shape[0],
-              t.shape[1]] for n, t in tensors.items() if n.endswith("lora_A.weight")}
-    first, base = next(iter(tensors.values())), base or dict(name=None, config=None)
-    config = json.dumps(adapter_config(layers, len(first), base["name"]), indent=1).encode()
-    files = {CONFIG: config, WEIGHTS: memoryview(safetensors_bytes(tensors))}
-    about = {n: dict(size=len(data), sha256=hashlib.sha256(data).hexdigest()) for n, data in files.items()}
-    digest = digest_of(about)
-    manifest = dict(format=1, run=run, version=version, name=f"{run}-v{version}-{digest[:8]}", digest=digest, base=base,
-                    dtype=str(first.dtype).removeprefix("torch."), rank=len(first), layers=layers, files=about)
+    files = adapter_contents(tensors, base)
+    manifest = manifest_of(files, tensors, run, version, base)
     return files | {MANIFEST: json.dumps(manifest).encode()}, manifest
 
 # %% ../nbs/10_adapter_files.ipynb #0985ecfa
