@@ -1,0 +1,46 @@
+"""Two processes under torchrun, over gloo on the CPU, with one adapter in shards over both."""
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from grpo_colab.compat import installed
+
+HERE = Path(__file__).resolve().parent
+KINDS = ["fsdp2", *(["zero3"] if installed("deepspeed") else [])]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory, seconds=300):
+    "Run `store_run.py` on two ranks; what each found."
+    out = tmp_path_factory.mktemp("store")
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
+               HERE/"store_run.py", out]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    env |= dict(PYTHONPATH=str(HERE.parent), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
+    p = subprocess.Popen(list(map(str, command)), env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, start_new_session=True)
+    try: printed, _ = p.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(p.pid, signal.SIGKILL)
+        raise AssertionError(f"not done after {seconds} s:\n{p.communicate()[0][-4000:]}") from None
+    assert p.returncode == 0, printed[-6000:]
+    return [json.loads((out/f"rank{r}.json").read_text()) for r in range(2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_in_shards(ranks, kind):
+    "What is published is what the same adapter in one piece is, byte for byte; nothing but the adapter is gathered."
+    whole, shards = ranks[0][kind]["digests"]
+    assert whole == shards and len(whole) == 64
+    for r in ranks: assert r[kind]["gathered"] == r[kind]["adapter"] > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_half_an_adapter_is_refused(ranks, kind):
+    "Without a gather no rank goes on with the part it has."
+    for r in ranks: assert "the policy is in shards" in r[kind]["refused"]
