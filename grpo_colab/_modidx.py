@@ -563,6 +563,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'grpo_colab/lora_sync.py'),
                                       'grpo_colab.lora_sync.AdapterStore._manifest': ( 'lora_sync.html#adapterstore._manifest',
                                                                                        'grpo_colab/lora_sync.py'),
+                                      'grpo_colab.lora_sync.AdapterStore._old': ( 'lora_sync.html#adapterstore._old',
+                                                                                  'grpo_colab/lora_sync.py'),
                                       'grpo_colab.lora_sync.AdapterStore._put': ( 'lora_sync.html#adapterstore._put',
                                                                                   'grpo_colab/lora_sync.py'),
                                       'grpo_colab.lora_sync.AdapterStore._take': ( 'lora_sync.html#adapterstore._take',

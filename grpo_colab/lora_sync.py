@@ -266,5 +266,11 @@ def _leftovers(self:AdapterStore, run):
     "Directories that are no versions."
     known = {folder_of(a.version, a.digest) for a in (self._published or {}).values() if a.run == run}
     halves = [f for f in self.place.folders(f"run-{run}") if f not in known and (f.startswith(".") or (
-        f.startswith("v") and not getattr(self.place, "renames", False) and not self._manifest(run, f)))]
+        f.startswith("v") and not getattr(self.place, "renames", False) and not self._manifest(run, f) and self._old(run, f)))]
     return [f"run-{run}/{f}" for f in halves]
+
+@patch
+def _old(self:AdapterStore, run, folder):
+    "Has nothing happened there for long? A mount may show a version late, its manifest last."
+    ages = [self.place.age(f"run-{run}/{folder}/{name}") for name in self.place.files(f"run-{run}/{folder}")]
+    return all(age is not None and age > self.lease.seconds for age in ages)

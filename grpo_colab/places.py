@@ -85,20 +85,21 @@ def put(self:Directory,
     last,        # called once, while the files are written: gives the new directory's name and its manifest's bytes
 ) -> str: # the new directory, from the root
     "Write a directory with its files: at the end all of it is there, or, after any error, nothing."
-    if not self.renames: name, manifest = last()
+    if not self.renames:
+        name, manifest = last()
+        if MANIFEST not in self.files(f"{under}/{name}"): self.drop(f"{under}/{name}")  # the half that a killed one left
     stage = self.root/under/(f".new-{secrets.token_hex(4)}" if self.renames else name)
     stage.mkdir()
     try:
-        with ThreadPoolExecutor(len(files)) as pool:  # writing and flushing wait for the disk, `last` for the processor
-            written = [pool.submit(_write, stage/name, data) for name, data in files.items()]
+        with ThreadPoolExecutor(len(files)) as pool:  # writing waits for the disk, `last` for the processor
+            written = [pool.submit(_write, stage/file, data) for file, data in files.items()]
             if self.renames: name, manifest = last()
         for w in written: w.result()
         _write(stage/MANIFEST, manifest)
         _sync(stage)
         if self.renames: os.rename(stage, self.root/under/name)
     except BaseException:
-        self.drop(f"{under}/{stage.name}")
-        raise
+        self.drop(f"{under}/{stage.name}"); raise
     _sync(self.root/under)
     return f"{under}/{name}"
 
