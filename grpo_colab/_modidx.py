@@ -685,6 +685,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'grpo_colab.places.Directory.remove': ('places.html#directory.remove', 'grpo_colab/places.py'),
                                    'grpo_colab.places.Directory.renew': ('places.html#directory.renew', 'grpo_colab/places.py'),
                                    'grpo_colab.places.Directory.shown': ('places.html#directory.shown', 'grpo_colab/places.py'),
+                                   'grpo_colab.places._link': ('places.html#_link', 'grpo_colab/places.py'),
                                    'grpo_colab.places._modified': ('places.html#_modified', 'grpo_colab/places.py'),
                                    'grpo_colab.places._sync': ('places.html#_sync', 'grpo_colab/places.py'),
                                    'grpo_colab.places._write': ('places.html#_write', 'grpo_colab/places.py'),

@@ -19,7 +19,8 @@ def _process(pid):
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return dict(machine=machine, pid=pid, start=rest[18]) if state not in "ZX" else None
+        if state in "ZX" and int(rest[16]) < 2: return None  # threads may outlive the first
+        return dict(machine=machine, pid=pid, start=rest[18])
     except OSError: return None
 
 def _gone(process):

@@ -243,8 +243,8 @@ def retire(self:AdapterStore,
 def collect(self:AdapterStore) -> list[str]: # what was removed, from the place's root
     "Remove half-written versions of dead runs."
     removed = []
-    for f in self.place.files():  # of a process that was killed while it asked for the time
-        if f.startswith(".clock-") and (self.place.age(f) or 0) > self.lease.seconds: self.place.remove(f)
+    for f in self.place.files():  # of a process that was killed while it asked for the time, or for a lease
+        if f.startswith((".clock-", ".half-")) and (self.place.age(f) or 0) > self.lease.seconds: self.place.remove(f)
     with self._lock:
         for run in self.runs():
             mine, left = run == self.run and self.lease.path, self._leftovers(run)

@@ -149,15 +149,28 @@ def remove(self:Directory,
     "Remove a file, if it is there."
     (self.root/path).unlink(missing_ok=True)
 
-# %% ../nbs/10a_places.ipynb #21531a2b
+# %% ../nbs/10a_places.ipynb #74397367
+def _link(half, path, data):
+    "A new file that has all it holds when it appears; also on NFS."
+    _write(half, data)
+    try: os.link(half, path)
+    except OSError as e:
+        if e.errno not in (errno.EPERM, errno.ENOTSUP, errno.ENOSYS): raise
+        _write(path, data)  # a file system on which a file has one name
+
+# %% ../nbs/10a_places.ipynb #7668ccbe
 @patch
 def claim(self:Directory,
     path:str,   # of a file, from the root
     data:bytes, # what is in it
 ) -> bool: # False: it was there
-    "Make a file that is not there. Of two that try, one gets it."
-    try: _write(self.root/path, data)
+    "Make a file that is not there. Of two that try, one gets it; on a mount one may be killed before it has written anything."
+    half = self.root/f".half-{secrets.token_hex(4)}"
+    try:
+        if self.renames: _link(half, self.root/path, data)
+        else: _write(self.root/path, data)
     except FileExistsError: return False
+    finally: half.unlink(missing_ok=True)
     return True
 
 @patch

@@ -1,4 +1,4 @@
-"""Two processes under torchrun, over gloo on the CPU, with one adapter in shards over both."""
+"""The adapter store between processes: an adapter in shards over two ranks, and trainers that fight for one run."""
 import json
 import os
 import signal
@@ -44,3 +44,11 @@ def test_an_adapter_in_shards(ranks, kind):
 def test_half_an_adapter_is_refused(ranks, kind):
     "Without a gather no rank goes on with the part it has."
     for r in ranks: assert "the policy is in shards" in r[kind]["refused"]
+
+
+def test_trainers_that_are_killed_never_hold_a_run_together(tmp_path):
+    "And after every kill somebody gets it."
+    done = subprocess.run([sys.executable, HERE/"lease_run.py", tmp_path, "60"], capture_output=True, text=True,
+                          env=os.environ | dict(PYTHONPATH=str(HERE.parent)))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "{'two at once': '', 'taken away': '', 'stuck': ''} True"
