@@ -67,7 +67,7 @@ def serving_tensors(
     dtype:torch.dtype,      # that servers compute adapters in
     max_rank:int|None=None, # the servers' `max_lora_rank`; None: not checked
     layers=None,            # last parts of names that servers take (`"q_proj"`, …); None: every linear layer but the head
-) -> dict[str, torch.Tensor]: # by PEFT's name, all of one rank, scale 1; on the factors' device
+) -> dict[str, torch.Tensor]: # by PEFT's name, all of one rank, scale 1; may be the factors themselves
     "Factors as they are served. Raises `ValueError` naming the layer that cannot be."
     rank, tensors = max(len(a) for a, _, _ in factors.values()), {}
     for name, (a, b, scale) in sorted(factors.items()):
@@ -80,8 +80,10 @@ def serving_tensors(
         if last not in layers if layers else last in ("lm_head", "embed_out", "embed_tokens"):
             raise ValueError(f"target_modules: servers take no adapter on {name}. Take {last!r} out")
         key, more = f"base_model.model.{name}.lora_", rank - len(a)
-        tensors[f"{key}A.weight"] = torch.nn.functional.pad(a.to(dtype), (0, 0, 0, more))
-        tensors[f"{key}B.weight"] = torch.nn.functional.pad((b.float() * scale).to(dtype), (0, more))
+        if scale != 1: b = b.float() * scale
+        a, b = a.to(dtype), b.to(dtype)
+        tensors[f"{key}A.weight"] = torch.nn.functional.pad(a, (0, 0, 0, more)) if more else a
+        tensors[f"{key}B.weight"] = torch.nn.functional.pad(b, (0, more)) if more else b
     return tensors
 
 # %% ../nbs/10_adapter_files.ipynb #89633d48
