@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Lost', 'Declined', 'Breaker', 'Upstream', 'session', 'ask', 'post_call', 'look', 'kv_cache', 'measure']
 
-# %% ../nbs/12a_replicas.ipynb #fac4c5fb
+# %% ../nbs/12a_replicas.ipynb #9a74698f
 import asyncio, re
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ import orjson
 from .desired_state import Call, Seen
 from .prefix import BLOCK
 
-# %% ../nbs/12a_replicas.ipynb #6be4df18
+# %% ../nbs/12a_replicas.ipynb #4113a977
 class Lost(ConnectionError):
     "A replica does not answer."
 
@@ -29,7 +29,7 @@ class Declined(RuntimeError):
         super().__init__(message)
         self.status = status
 
-# %% ../nbs/12a_replicas.ipynb #4754e9c8
+# %% ../nbs/12a_replicas.ipynb #2046caa3
 @dataclass
 class Breaker:
     "Counts failures in a row. Times are given, so it has no clock."
@@ -52,7 +52,7 @@ class Breaker:
         if over > 0: self.until = now + min(self.longest, self.wait * 2 ** min(over - 1, 10))
         return over > 0
 
-# %% ../nbs/12a_replicas.ipynb #5ae6e3d1
+# %% ../nbs/12a_replicas.ipynb #c7af674f
 @dataclass(eq=False)
 class Upstream:
     "A vLLM server."
@@ -73,14 +73,14 @@ class Upstream:
                              "query; a key is given beside it")
         self.url = self.url.rstrip("/")
 
-# %% ../nbs/12a_replicas.ipynb #620b382e
+# %% ../nbs/12a_replicas.ipynb #74a9713a
 def session() -> aiohttp.ClientSession: # to be closed
     "Connections to replicas. Made in a running event loop; there is no limit but that of the requests let in."
     return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4, use_dns_cache=True),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=5), auto_decompress=False,
         skip_auto_headers=("user-agent", "accept-encoding"), cookie_jar=aiohttp.DummyCookieJar(), read_bufsize=2**18)
 
-# %% ../nbs/12a_replicas.ipynb #dee8e993
+# %% ../nbs/12a_replicas.ipynb #24f5311e
 async def ask(
     http:aiohttp.ClientSession, # from `session`
     up:Upstream,        # who is asked
@@ -99,7 +99,7 @@ async def ask(
     except TimeoutError: raise Lost(f"{up.url}{path}: no answer within {seconds:g} s") from None
     except (aiohttp.ClientError, OSError) as e: raise Lost(f"{up.url}{path}: {type(e).__name__}") from None
 
-# %% ../nbs/12a_replicas.ipynb #b819925d
+# %% ../nbs/12a_replicas.ipynb #1f4792d0
 async def post_call(
     http:aiohttp.ClientSession, # from `session`
     up:Upstream,       # who is told
@@ -109,7 +109,7 @@ async def post_call(
     "Tell a replica to do something. Raises `Lost`."
     return await ask(http, up, call.path, call.body, True, seconds)
 
-# %% ../nbs/12a_replicas.ipynb #43ff3b19
+# %% ../nbs/12a_replicas.ipynb #7dfc9d55
 def _parsed(text, *keys):
     try: value = orjson.loads(text)
     except orjson.JSONDecodeError: return None
@@ -133,7 +133,7 @@ async def look(
     return Seen(up.names[0] if up.names else "", {c["id"]: c.get("root") for c in cards if c.get("parent")},
                 flag(paused, "is_paused"), flag(asleep, "is_sleeping"))
 
-# %% ../nbs/12a_replicas.ipynb #a624f861
+# %% ../nbs/12a_replicas.ipynb #efafc4e2
 def kv_cache(
     metrics:str, # text of /metrics
 ) -> tuple|None: # blocks that can be used, of one engine; tokens a block; None where it is not said
