@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Completions']
 
-# %% ../nbs/12g_completions.ipynb #f146056b
+# %% ../nbs/12g_completions.ipynb #1aa8981c
 import asyncio
 from contextlib import asynccontextmanager
 
@@ -21,7 +21,7 @@ from .prefix import merge, split
 from .routing import NoReplica
 from .watch import Counts
 
-# %% ../nbs/12g_completions.ipynb #ae25109b
+# %% ../nbs/12g_completions.ipynb #62c260d8
 class Completions:
     "Answers requests for completions from `Members`."
     def __init__(self,
@@ -37,14 +37,16 @@ class Completions:
 @patch
 async def _body(self:Completions, request):
     try:
-        async with asyncio.timeout(60): raw = await request.read()
+        if request.content.is_eof(): raw = await request.read()  # a timer costs more than to read what is there
+        else:
+            async with asyncio.timeout(60): raw = await request.read()
     except TimeoutError: raise Refused(408, "the body did not arrive within 60 s") from None
     return raw, read_body(raw, request.headers.get("content-type"))
 
-# %% ../nbs/12g_completions.ipynb #70fea4b9
+# %% ../nbs/12g_completions.ipynb #8a7296f6
 class _Elsewhere(Exception): "This replica lost the request before its first byte."
 
-# %% ../nbs/12g_completions.ipynb #d166b403
+# %% ../nbs/12g_completions.ipynb #bc4cbaca
 @patch
 @asynccontextmanager
 async def _sent(self:Completions, path, part, data, headers, group, avoid):
@@ -70,7 +72,7 @@ async def _sent(self:Completions, path, part, data, headers, group, avoid):
         m.router.done(pick, said.get("cached_tokens"), said.get("completion_tokens", 0), computed=computed)
         if computed: self.counts.add(up.url, part.adapter, requests=1, **said)
 
-# %% ../nbs/12g_completions.ipynb #00b43b2c
+# %% ../nbs/12g_completions.ipynb #d2551792
 @patch
 async def answer(self:Completions,
     request:web.BaseRequest, # for completions or chat
@@ -88,15 +90,15 @@ async def answer(self:Completions,
     self.inflight += n
     try:
         if body.get("stream") is True: return await self._stream(request, path, parts, data, headers, group)
-        said = await asyncio.gather(*[self._whole(path, p, d, headers, group) for p, d in zip(parts, data)])
+        todo = [self._whole(path, p, d, headers, group) for p, d in zip(parts, data)]
+        said = [await todo[0]] if len(todo) == 1 else await asyncio.gather(*todo)
     finally: self.inflight -= n
-    wrong = next((s for s in said if s[0] != 200), None)
-    if len(said) == 1 or wrong:
-        code, back, payload = wrong or said[0]
+    if len(said) == 1 or any(s[0] != 200 for s in said):
+        code, back, payload = next((s for s in said if s[0] != 200), said[0])
         return web.Response(body=payload, status=code, headers=back)
     return web.Response(body=orjson.dumps(merge([orjson.loads(s[2]) for s in said])), content_type="application/json")
 
-# %% ../nbs/12g_completions.ipynb #0507db6e
+# %% ../nbs/12g_completions.ipynb #8f91e7ba
 @patch
 async def _whole(self:Completions, path, part, data, headers, group):
     "Status, headers and body of an answer."
@@ -111,7 +113,7 @@ async def _whole(self:Completions, path, part, data, headers, group):
             if len(avoid) >= self.tries:
                 raise Refused(502, f"{len(avoid)} replicas lost the request: {e}", "upstream_error") from None
 
-# %% ../nbs/12g_completions.ipynb #cf7fa4e5
+# %% ../nbs/12g_completions.ipynb #5d68dcb3
 @patch
 async def _stream(self:Completions, request, path, parts, data, headers, group):
     "Pass the streams of all parts on, as one."
@@ -132,7 +134,7 @@ async def _stream(self:Completions, request, path, parts, data, headers, group):
     await out.write_eof()
     return out
 
-# %% ../nbs/12g_completions.ipynb #f4777d2f
+# %% ../nbs/12g_completions.ipynb #87f05b25
 @patch
 async def _pass(self:Completions, request, out, braid, i, path, part, data, headers, group):
     "One stream. Returns an answer that is none."
