@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Proxy']
 
-# %% ../nbs/12h_prefix_proxy.ipynb #429ed539
+# %% ../nbs/12h_prefix_proxy.ipynb #cb777c06
 import asyncio, logging
 import ssl as tls
 
@@ -24,7 +24,7 @@ from .replicas import Declined
 from .watch import prometheus
 from .watch import status as at_a_glance
 
-# %% ../nbs/12h_prefix_proxy.ipynb #ca94e391
+# %% ../nbs/12h_prefix_proxy.ipynb #06779543
 class Proxy(Completions):
     "An HTTP server before `Members`. An async context manager closes it."
     def __init__(self,
@@ -38,7 +38,7 @@ class Proxy(Completions):
     async def __aenter__(self): return self
     async def __aexit__(self, *exc): await self.close()
 
-# %% ../nbs/12h_prefix_proxy.ipynb #955084a6
+# %% ../nbs/12h_prefix_proxy.ipynb #9939e47e
 @patch
 async def start(self:Proxy,
     host:str="127.0.0.1", # loopback; others need tokens
@@ -51,22 +51,24 @@ async def start(self:Proxy,
     await self.members.start()
     loop, most = asyncio.get_running_loop(), self.most_bytes
     def request(*args): return web.BaseRequest(*args, loop=loop, client_max_size=most)
+    silent = logging.getLogger("grpo_colab.proxy.http")
+    silent.setLevel(logging.CRITICAL + 1)  # aiohttp logs the bytes of what it cannot parse, tokens included
     self._server = web.Server(self._handle, request_factory=request, handler_cancellation=True, access_log=None,
-                              lingering_time=1, keepalive_timeout=75)
+                              logger=silent, lingering_time=1, keepalive_timeout=75)
     self._runner = web.ServerRunner(self._server, shutdown_timeout=1)
     await self._runner.setup()
     await web.TCPSite(self._runner, host, port, ssl_context=ssl, backlog=1024).start()
     self.url = f"http{'s' * bool(ssl)}://{host}:{self._runner.addresses[0][1]}"
     return self.url
 
-# %% ../nbs/12h_prefix_proxy.ipynb #fa3d559f
+# %% ../nbs/12h_prefix_proxy.ipynb #1f1faf8f
 @patch
 async def close(self:Proxy):
     "Stop listening, then checking."
     await self._runner.cleanup()
     await self.members.close()
 
-# %% ../nbs/12h_prefix_proxy.ipynb #b5d689b8
+# %% ../nbs/12h_prefix_proxy.ipynb #5d05a03a
 def _json(body, status=200, **headers):
     return web.Response(body=body if isinstance(body, bytes) else orjson.dumps(body), status=status,
                         content_type="application/json", headers=headers)
@@ -88,10 +90,10 @@ async def _handle(self:Proxy, request):
         logging.getLogger("grpo_colab.proxy").exception("a request failed in the proxy")
         return _json(Refused(500, "the proxy failed: see its log", "server_error").body(), 500)
 
-# %% ../nbs/12h_prefix_proxy.ipynb #df4742f5
+# %% ../nbs/12h_prefix_proxy.ipynb #3cdef189
 #| export
 
-# %% ../nbs/12h_prefix_proxy.ipynb #5c56dc47
+# %% ../nbs/12h_prefix_proxy.ipynb #8186bd4d
 @patch
 async def _do_health(self:Proxy, request, query):
     up = bool(self.members.router.replicas)
@@ -117,7 +119,7 @@ async def _do_status(self:Proxy, request, query): return _json(self.status())
 async def _do_metrics(self:Proxy, request, query):
     return web.Response(text=prometheus(self.status()), content_type="text/plain")
 
-# %% ../nbs/12h_prefix_proxy.ipynb #b823b4ed
+# %% ../nbs/12h_prefix_proxy.ipynb #abadb785
 @patch
 async def _do_pass(self:Proxy, request, query):
     raw, body = await self._body(request)
@@ -125,7 +127,7 @@ async def _do_pass(self:Proxy, request, query):
     code, back, payload = await self._whole(request.path, part, raw, request.headers, None)
     return web.Response(body=payload, status=code, headers=back)
 
-# %% ../nbs/12h_prefix_proxy.ipynb #61627370
+# %% ../nbs/12h_prefix_proxy.ipynb #9fcbb316
 async def _go_on(change): await asyncio.shield(asyncio.ensure_future(change))
 
 @patch
@@ -149,7 +151,7 @@ async def _do_pause(self:Proxy, request, query):
     await _go_on(self.members.turn(paused=True))
     return _json(dict(status="paused"))
 
-# %% ../nbs/12h_prefix_proxy.ipynb #1d13dfad
+# %% ../nbs/12h_prefix_proxy.ipynb #8cb88fd0
 @patch
 async def _do_sleep(self:Proxy, request, query):
     if query.get("level", "1") != "1":
@@ -157,7 +159,7 @@ async def _do_sleep(self:Proxy, request, query):
     await _go_on(self.members.turn(asleep=True))
     return _json(dict(status="asleep"))
 
-# %% ../nbs/12h_prefix_proxy.ipynb #091f0f79
+# %% ../nbs/12h_prefix_proxy.ipynb #593938bc
 @patch
 async def _do_resume(self:Proxy, request, query):
     await _go_on(self.members.turn(paused=False))
@@ -179,7 +181,7 @@ async def _do_is_paused(self:Proxy, request, query): return _json(dict(is_paused
 @patch
 async def _do_is_sleeping(self:Proxy, request, query): return _json(dict(is_sleeping=self.members.state.asleep))
 
-# %% ../nbs/12h_prefix_proxy.ipynb #da019f40
+# %% ../nbs/12h_prefix_proxy.ipynb #cfed873e
 @patch
 async def _do_drain(self:Proxy, request, query):
     up = self.members.ups.get(query.get("replica"))
