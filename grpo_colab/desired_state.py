@@ -6,12 +6,12 @@
 __all__ = ['LOAD', 'UNLOAD', 'CLEAR', 'PAUSE', 'RESUME', 'SLEEP', 'WAKE', 'StateError', 'Desired', 'Seen', 'begin', 'commit',
            'retire', 'write_state', 'read_state', 'Call', 'calls', 'differs']
 
-# %% ../nbs/12_desired_state.ipynb #8bbfa5a5
+# %% ../nbs/12_desired_state.ipynb #c5a681b9
 import json, os, secrets
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-# %% ../nbs/12_desired_state.ipynb #e1426ee4
+# %% ../nbs/12_desired_state.ipynb #58614f3d
 class StateError(ValueError):
     "What is asked for contradicts what was said before."
 
@@ -31,7 +31,7 @@ class Seen:
     paused:bool|None=None  # None: it does not say, as its development endpoints are off
     asleep:bool|None=None  # likewise
 
-# %% ../nbs/12_desired_state.ipynb #81f860e4
+# %% ../nbs/12_desired_state.ipynb #ecc239e1
 def _text(what, value):
     if not isinstance(value, str) or not value or not value.isprintable():
         raise StateError(f"{what}={value!r}: a string of printable characters is needed")
@@ -49,7 +49,7 @@ def begin(
                          "as cached blocks are found by it. Publish under a new name")
     return state if name in state.adapters else replace(state, gone=state.gone | {name: path})
 
-# %% ../nbs/12_desired_state.ipynb #0ce26aed
+# %% ../nbs/12_desired_state.ipynb #f1de471a
 def commit(
     state:Desired, # as `begin` left it
     name:str,      # of the adapter, which all replicas have confirmed
@@ -70,7 +70,7 @@ def retire(
     return replace(state, gone=state.gone | {name: state.adapters[name]},
                    adapters={k: v for k, v in state.adapters.items() if k != name})
 
-# %% ../nbs/12_desired_state.ipynb #68b47a01
+# %% ../nbs/12_desired_state.ipynb #bbd277ce
 def write_state(
     path:str,      # of the file; its directory exists
     state:Desired, # to keep
@@ -88,7 +88,7 @@ def write_state(
     try: os.fsync(directory)
     finally: os.close(directory)
 
-# %% ../nbs/12_desired_state.ipynb #e180c199
+# %% ../nbs/12_desired_state.ipynb #60100fae
 def read_state(
     path:str, # of the file
 ) -> Desired: # an empty one where there is no file
@@ -102,7 +102,7 @@ def read_state(
         raise StateError(f"{path} is no state of this proxy: move it away to begin with an empty one, or pass another path")
     return Desired(**given)
 
-# %% ../nbs/12_desired_state.ipynb #aa50a4af
+# %% ../nbs/12_desired_state.ipynb #22a38a25
 @dataclass(frozen=True)
 class Call:
     "A POST to a replica."
@@ -117,7 +117,7 @@ class Call:
 LOAD, UNLOAD, CLEAR = "/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache"
 PAUSE, RESUME, SLEEP, WAKE = "/pause?mode=keep&clear_cache=false", "/resume", "/sleep?level=1", "/wake_up"
 
-# %% ../nbs/12_desired_state.ipynb #cbd9a6d5
+# %% ../nbs/12_desired_state.ipynb #91ec8d14
 def calls(
     want:Desired, # what must hold
     seen:Seen,    # what a replica shows
@@ -134,7 +134,7 @@ def calls(
     last = [Call(PAUSE)] if want.paused and not seen.paused else []
     return first + todo + last + ([Call(SLEEP)] if want.asleep and (wake or not seen.asleep) else [])
 
-# %% ../nbs/12_desired_state.ipynb #1678ec48
+# %% ../nbs/12_desired_state.ipynb #f4757540
 def differs(
     want:Desired, # what must hold
     seen:Seen,    # what a replica shows

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['secret', 'serve', 'main']
 
-# %% ../nbs/12i_proxy.ipynb #f33e26d2
+# %% ../nbs/12i_proxy.ipynb #f06a1906
 import argparse, asyncio, logging, os, signal
 import ssl as tls
 
@@ -14,7 +14,7 @@ from .members import Members
 from .prefix_proxy import Proxy
 from .replicas import Upstream
 
-# %% ../nbs/12i_proxy.ipynb #192a8c21
+# %% ../nbs/12i_proxy.ipynb #df00356a
 def _parser():
     p = argparse.ArgumentParser(prog="grpo-colab proxy", description="One address for many vLLM servers.")
     p.add_argument("--replica", action="append", required=True, metavar="URL", help="a vLLM server; once for each")
@@ -39,7 +39,7 @@ def secret(
         with open(file) as f: text = f.read()
     return tuple(t.strip() for t in text.split(",") if t.strip())
 
-# %% ../nbs/12i_proxy.ipynb #28c4e5f4
+# %% ../nbs/12i_proxy.ipynb #701d286b
 async def serve(
     args, # from the command line
 ):
@@ -58,7 +58,7 @@ async def serve(
     await stop.wait()
     await proxy.close()
 
-# %% ../nbs/12i_proxy.ipynb #d2931cb2
+# %% ../nbs/12i_proxy.ipynb #b6a1c34a
 def main(
     argv:list[str], # arguments
 ) -> int: # exit code
