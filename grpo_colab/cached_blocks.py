@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['Cache']
 
-# %% ../nbs/11a_cached_blocks.ipynb #9bc3c5d1
+# %% ../nbs/11a_cached_blocks.ipynb #075c4936
 from collections import OrderedDict
+from itertools import takewhile
 
 from fastcore.basics import patch
 
-# %% ../nbs/11a_cached_blocks.ipynb #2f4eee44
+# %% ../nbs/11a_cached_blocks.ipynb #b6318c52
 class Cache:
     "Blocks that a replica should hold: at most `capacity`, the least recently used evicted first."
     def __init__(self,
@@ -22,20 +23,18 @@ class Cache:
 
     def clear(self):
         "The replica holds nothing."
-        self.owner, self.pins, self.queue, self.loose = {}, {}, OrderedDict(), 0
+        self.owner, self.pins, self.queue, self.loose, self.whole = {}, {}, OrderedDict(), 0, {}
 
     def __len__(self): return len(self.pins) + len(self.queue) + self.loose
 
-# %% ../nbs/11a_cached_blocks.ipynb #35cbcaca
+# %% ../nbs/11a_cached_blocks.ipynb #01af8986
 @patch
 def match(self:Cache,
     blocks:list[int], # a prompt's chain
 ) -> int: # blocks
     "How much of the chain is held, from its beginning on."
-    owner = self.owner
-    for i, h in enumerate(blocks):
-        if h not in owner: return i
-    return len(blocks)
+    if blocks and blocks[-1] in self.whole: return len(blocks)
+    return len(list(takewhile(self.owner.__contains__, blocks)))
 
 @patch
 def _room(self:Cache, n):
@@ -46,7 +45,7 @@ def _room(self:Cache, n):
         free += 1
     return min(n, free)
 
-# %% ../nbs/11a_cached_blocks.ipynb #c53feccb
+# %% ../nbs/11a_cached_blocks.ipynb #8cad722e
 @patch
 def pin(self:Cache,
     blocks:list[int],        # a prompt's chain
@@ -54,18 +53,28 @@ def pin(self:Cache,
     loose:int=0,             # blocks that have no hash, such as the last, which is not full
 ) -> tuple: # (blocks of the chain, loose blocks) that are pinned now
     "A request begins. What it uses is not evicted before `unpin`."
-    k = self.match(blocks)
-    for h in blocks[:k]:
-        self.queue.pop(h, None)
-        self.pins[h] = self.pins.get(h, 0) + 1
+    last = blocks[-1] if blocks else None
+    k = len(blocks) if last in self.whole else self._hold(blocks)
     fits = self._room(len(blocks) - k + loose)
     new = blocks[k:k + fits]
-    for h in new: self.owner[h], self.pins[h] = adapter, 1
+    self.owner.update(dict.fromkeys(new, adapter))
+    self.pins.update(dict.fromkeys(new, 1))
+    if blocks and k + len(new) == len(blocks): self.whole[last] = self.whole.get(last, 0) + 1
     loose = min(loose, fits - len(new))
     self.loose += loose
     return k + len(new), loose
 
-# %% ../nbs/11a_cached_blocks.ipynb #cc9c0b58
+# %% ../nbs/11a_cached_blocks.ipynb #e3fd3d23
+@patch
+def _hold(self:Cache, blocks):
+    "Pin what is there of a chain. How much that is."
+    k, pins, queue = self.match(blocks), self.pins, self.queue
+    for h in blocks[:k]:
+        if h in pins: pins[h] += 1
+        else: del queue[h]; pins[h] = 1
+    return k
+
+# %% ../nbs/11a_cached_blocks.ipynb #98f5b98d
 @patch
 def unpin(self:Cache,
     pinned:tuple,          # from `pin`
@@ -83,11 +92,9 @@ def unpin(self:Cache,
         self.names -= 1  # hashes are not negative
         self.queue[self.names] = age
     for h in reversed(blocks[held:]): self._wait(h, adapter, age)
-    for h in reversed(blocks[:held]):
-        self.pins[h] -= 1
-        if not self.pins[h]: del self.pins[h]; self.queue[h] = age
+    self._release(blocks[:held], age)
 
-# %% ../nbs/11a_cached_blocks.ipynb #93b7fd61
+# %% ../nbs/11a_cached_blocks.ipynb #73eb6604
 @patch
 def _wait(self:Cache, h, adapter, age):
     "A block that was computed without being pinned here."
@@ -95,7 +102,19 @@ def _wait(self:Cache, h, adapter, age):
     self.queue.pop(h, None)
     self.owner[h], self.queue[h] = adapter, age
 
-# %% ../nbs/11a_cached_blocks.ipynb #862e06f2
+@patch
+def _release(self:Cache, blocks, age):
+    "What a request had pinned waits, unless others use it."
+    last, pins, queue = blocks[-1] if blocks else None, self.pins, self.queue
+    if last in self.whole:
+        self.whole[last] -= 1
+        if self.whole[last]: return
+        del self.whole[last]
+    for h in reversed(blocks):
+        if pins[h] > 1: pins[h] -= 1
+        else: del pins[h]; queue[h] = age
+
+# %% ../nbs/11a_cached_blocks.ipynb #94478340
 @patch
 def forget(self:Cache,
     adapter:str|None, # whose blocks go
@@ -108,7 +127,7 @@ def drop(self:Cache,
     h:int, # hash
 ):
     "Drop one block."
-    for blocks in (self.owner, self.pins, self.queue): blocks.pop(h, None)
+    for blocks in (self.owner, self.pins, self.queue, self.whole): blocks.pop(h, None)
 
 @patch
 def older(self:Cache,
