@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Completions']
 
-# %% ../nbs/12g_completions.ipynb #1aa8981c
+# %% ../nbs/12g_completions.ipynb #4c58e957
 import asyncio
 from contextlib import asynccontextmanager
 
@@ -14,14 +14,15 @@ import orjson
 from aiohttp import web
 from fastcore.basics import patch
 
+from .bodies import Bodies
 from .events import Braid, Relay, error_event, usage_in
-from .guard import Refused, headers_back, headers_on, model_of, read_body
+from .guard import Refused, headers_back, headers_on, model_of
 from .members import Members
 from .prefix import merge, split
 from .routing import NoReplica
 from .watch import Counts
 
-# %% ../nbs/12g_completions.ipynb #62c260d8
+# %% ../nbs/12g_completions.ipynb #296a206b
 class Completions:
     "Answers requests for completions from `Members`."
     def __init__(self,
@@ -32,21 +33,23 @@ class Completions:
         tries:int=3,              # replicas that a request is sent to, one after the other
     ):
         self.members, self.timeout, self.most_bytes, self.tries = members, timeout, most_bytes, tries
-        self.most_inflight, self.inflight, self.counts = most_inflight, 0, Counts()
+        self.most_inflight, self.inflight, self.counts, self.bodies = most_inflight, 0, Counts(), Bodies()
+        self._wait = aiohttp.ClientTimeout(None, sock_connect=5, sock_read=timeout)
 
 @patch
 async def _body(self:Completions, request):
+    "The body as it came, parsed, and its prompt where that was cut out."
     try:
         if request.content.is_eof(): raw = await request.read()  # a timer costs more than to read what is there
         else:
             async with asyncio.timeout(60): raw = await request.read()
     except TimeoutError: raise Refused(408, "the body did not arrive within 60 s") from None
-    return raw, read_body(raw, request.headers.get("content-type"))
+    return raw, *self.bodies.read(raw, request.headers.get("content-type"))
 
-# %% ../nbs/12g_completions.ipynb #8a7296f6
+# %% ../nbs/12g_completions.ipynb #7698cbba
 class _Elsewhere(Exception): "This replica lost the request before its first byte."
 
-# %% ../nbs/12g_completions.ipynb #bc4cbaca
+# %% ../nbs/12g_completions.ipynb #c5dc88b4
 @patch
 @asynccontextmanager
 async def _sent(self:Completions, path, part, data, headers, group, avoid):
@@ -57,7 +60,7 @@ async def _sent(self:Completions, path, part, data, headers, group, avoid):
     up = m.ups[pick.replica]
     try:
         async with m.http.post(up.url + path, data=data, headers=headers_on(headers, up.key), allow_redirects=False,
-                               timeout=aiohttp.ClientTimeout(None, sock_connect=5, sock_read=self.timeout)) as r:
+                               timeout=self._wait) as r:
             if r.status in (502, 503) or r.status == 404 and part.adapter in m.state.adapters:
                 raise aiohttp.ServerDisconnectedError(f"status {r.status}")
             computed = r.status == 200
@@ -72,16 +75,16 @@ async def _sent(self:Completions, path, part, data, headers, group, avoid):
         m.router.done(pick, said.get("cached_tokens"), said.get("completion_tokens", 0), computed=computed)
         if computed: self.counts.add(up.url, part.adapter, requests=1, **said)
 
-# %% ../nbs/12g_completions.ipynb #d2551792
+# %% ../nbs/12g_completions.ipynb #33936d5f
 @patch
 async def answer(self:Completions,
     request:web.BaseRequest, # for completions or chat
 ) -> web.StreamResponse: # sent, or to be sent
     "Answer a request. Raises `Refused`."
-    (raw, body), m = await self._body(request), self.members
+    (raw, body, prompt), m = await self._body(request), self.members
     if m.state.asleep: raise Refused(503, "all replicas are asleep: POST /wake_up first", "asleep")
     model_of(body, m.base, m.state.adapters)
-    parts = split(body, m.base[0] if m.base else "", m.state.adapters, m.block or 16)
+    parts = split(body, m.base[0] if m.base else "", m.state.adapters, m.block or 16, prompt)
     n = sum(p.n for p in parts)  # completions
     if self.inflight + n > self.most_inflight:
         raise Refused(429, f"{self.inflight} completions are in flight and {self.most_inflight} is the limit", "rate_limit_error")
@@ -98,7 +101,7 @@ async def answer(self:Completions,
         return web.Response(body=payload, status=code, headers=back)
     return web.Response(body=orjson.dumps(merge([orjson.loads(s[2]) for s in said])), content_type="application/json")
 
-# %% ../nbs/12g_completions.ipynb #8f91e7ba
+# %% ../nbs/12g_completions.ipynb #3c443505
 @patch
 async def _whole(self:Completions, path, part, data, headers, group):
     "Status, headers and body of an answer."
@@ -113,7 +116,7 @@ async def _whole(self:Completions, path, part, data, headers, group):
             if len(avoid) >= self.tries:
                 raise Refused(502, f"{len(avoid)} replicas lost the request: {e}", "upstream_error") from None
 
-# %% ../nbs/12g_completions.ipynb #5d68dcb3
+# %% ../nbs/12g_completions.ipynb #3bc719d3
 @patch
 async def _stream(self:Completions, request, path, parts, data, headers, group):
     "Pass the streams of all parts on, as one."
@@ -134,7 +137,7 @@ async def _stream(self:Completions, request, path, parts, data, headers, group):
     await out.write_eof()
     return out
 
-# %% ../nbs/12g_completions.ipynb #87f05b25
+# %% ../nbs/12g_completions.ipynb #cfc9b6ae
 @patch
 async def _pass(self:Completions, request, out, braid, i, path, part, data, headers, group):
     "One stream. Returns an answer that is none."

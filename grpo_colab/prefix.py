@@ -6,14 +6,14 @@
 __all__ = ['BLOCK', 'BYTES', 'root', 'token_blocks', 'hittable', 'text_blocks', 'chat_text', 'Part', 'split', 'add_usage',
            'merge', 'renumber']
 
-# %% ../nbs/11_prefix.ipynb #e21435b5
+# %% ../nbs/11_prefix.ipynb #1da1c035
 import json
 from array import array
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
-# %% ../nbs/11_prefix.ipynb #cdec7f37
+# %% ../nbs/11_prefix.ipynb #38329efb
 BLOCK, BYTES = 16, 4  # tokens a block, bytes that a token of text stands for
 
 def root(
@@ -25,7 +25,7 @@ def root(
     "Where a chain begins. Chains with different roots have no block in common."
     return xxh3_64_intdigest(json.dumps([model, adapter, path, salt]).encode())
 
-# %% ../nbs/11_prefix.ipynb #e97dc458
+# %% ../nbs/11_prefix.ipynb #57d59579
 def _chain(items, seed, size):
     hashes = []
     for i in range(0, len(items) - size + 1, size):
@@ -44,7 +44,7 @@ def token_blocks(
         wrong = next(t for t in ids if type(t) is not int or not 0 <= t < 2**32)
         raise ValueError(f"{wrong!r} is no token id: pass whole numbers from 0 to 4294967295") from None
 
-# %% ../nbs/11_prefix.ipynb #6dde374c
+# %% ../nbs/11_prefix.ipynb #4248edef
 def hittable(
     tokens:int,      # of a prompt
     block:int=BLOCK, # tokens
@@ -52,7 +52,7 @@ def hittable(
     "The most that vLLM takes from its cache for a prompt (`KVCacheManager.get_computed_blocks`)."
     return max(0, tokens - 1) // block
 
-# %% ../nbs/11_prefix.ipynb #b4780b35
+# %% ../nbs/11_prefix.ipynb #fd418e49
 def text_blocks(
     text:str,        # a prompt
     root:int,        # from `root`
@@ -61,7 +61,7 @@ def text_blocks(
     "The chain of a text."
     return _chain(text.encode("utf-8", "surrogatepass"), root, block * BYTES)
 
-# %% ../nbs/11_prefix.ipynb #16fddcc7
+# %% ../nbs/11_prefix.ipynb #b73d0db1
 def _dump(x): return json.dumps(x, sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 def _given(x): return {k: v for k, v in x.items() if v is not None} if isinstance(x, dict) else x
 
@@ -87,7 +87,7 @@ def _message(m):
     if calls: m["tool_calls"] = [_function(c) for c in calls] if isinstance(calls, list) else calls
     return m
 
-# %% ../nbs/11_prefix.ipynb #4a185ffd
+# %% ../nbs/11_prefix.ipynb #f12ae994
 _BEFORE = "chat_template", "chat_template_kwargs", "documents", "mm_processor_kwargs", "reasoning_effort"
 
 def chat_text(
@@ -98,7 +98,7 @@ def chat_text(
     if isinstance(body.get("tools"), list): before["tools"] = [_function(t) for t in body["tools"]]
     return "\n".join(map(_dump, [before, *map(_message, body["messages"])]))
 
-# %% ../nbs/11_prefix.ipynb #4fcd6037
+# %% ../nbs/11_prefix.ipynb #b595a27c
 @dataclass(frozen=True)
 class Part:
     "One prompt of a request: what is routed as a whole."
@@ -110,7 +110,7 @@ class Part:
     tokens:int             # in the prompt; of text an estimate
     exact:bool             # are blocks and tokens vLLM's own, or estimated from text?
 
-# %% ../nbs/11_prefix.ipynb #8334fcea
+# %% ../nbs/11_prefix.ipynb #5646c3a2
 def _ids(p):
     "A list of token ids as an array, which is quicker to check and to hash; None for anything else."
     try: return array("I", p) if isinstance(p, list) else None
@@ -134,18 +134,21 @@ def _blocks(body, prompt, seed, block):
     if not isinstance(prompt, str): return [], 0, False
     return text_blocks(prompt, seed, block), -(-len(prompt.encode("utf-8", "surrogatepass")) // BYTES), False
 
-# %% ../nbs/11_prefix.ipynb #769b1787
+# %% ../nbs/11_prefix.ipynb #160988e7
 def split(
     body:dict,                    # of a request for completions or chat completions, as JSON gave it
     model:str="",                 # base model, under one name however the client calls it
     adapters:dict|None=None,      # name → path of those that are loaded
     block:int=BLOCK,              # tokens; vLLM's `block_size`
+    prompt=None,                  # token ids that were left out of `body`, with `ids` and `chain(root, block)`
 ) -> list[Part]: # in the order of the prompts
     "What of a request is routed separately, with the blocks of each."
     name, salt, n = body.get("model"), body.get("cache_salt"), body.get("n")
     name = name if isinstance(name, str) and name in (adapters or {}) else None
     seed = root(model, name, (adapters or {}).get(name), salt if isinstance(salt, str) else None)
-    prompt, n, parts = body.get("prompt"), n if type(n) is int and n > 0 else 1, []
+    n, parts = n if type(n) is int and n > 0 else 1, []
+    if prompt: return [Part(body, 0, n, name, prompt.chain(seed, block) if _reads(body) else [], len(prompt.ids), True)]
+    prompt = body.get("prompt")
     several = _several(prompt)
     for i, p in enumerate(prompt if several else [prompt]):
         hashes, tokens, exact = _blocks(body, p, seed, block)
@@ -153,7 +156,7 @@ def split(
         parts.append(Part(mine, i, n, name, hashes if _reads(body) else [], tokens, exact))
     return parts
 
-# %% ../nbs/11_prefix.ipynb #dc6012e3
+# %% ../nbs/11_prefix.ipynb #dad91e06
 def add_usage(
     usages:list, # dicts as in `usage`, or None
 ) -> dict: # with the same keys
@@ -165,7 +168,7 @@ def add_usage(
         else: total.setdefault(key, value)
     return total
 
-# %% ../nbs/11_prefix.ipynb #7c3ca97c
+# %% ../nbs/11_prefix.ipynb #3801cbd3
 def merge(
     responses:list[dict], # whole answers, in the order of the parts
 ) -> dict: # one answer

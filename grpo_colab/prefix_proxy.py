@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Proxy']
 
-# %% ../nbs/12h_prefix_proxy.ipynb #cb777c06
+# %% ../nbs/12h_prefix_proxy.ipynb #d17d6bc6
 import asyncio, logging
 import ssl as tls
 
@@ -24,7 +24,7 @@ from .replicas import Declined
 from .watch import prometheus
 from .watch import status as at_a_glance
 
-# %% ../nbs/12h_prefix_proxy.ipynb #06779543
+# %% ../nbs/12h_prefix_proxy.ipynb #a0f75d1d
 class Proxy(Completions):
     "An HTTP server before `Members`. An async context manager closes it."
     def __init__(self,
@@ -38,7 +38,7 @@ class Proxy(Completions):
     async def __aenter__(self): return self
     async def __aexit__(self, *exc): await self.close()
 
-# %% ../nbs/12h_prefix_proxy.ipynb #9939e47e
+# %% ../nbs/12h_prefix_proxy.ipynb #6296c929
 @patch
 async def start(self:Proxy,
     host:str="127.0.0.1", # loopback; others need tokens
@@ -61,14 +61,14 @@ async def start(self:Proxy,
     self.url = f"http{'s' * bool(ssl)}://{host}:{self._runner.addresses[0][1]}"
     return self.url
 
-# %% ../nbs/12h_prefix_proxy.ipynb #1f1faf8f
+# %% ../nbs/12h_prefix_proxy.ipynb #f8c00c19
 @patch
 async def close(self:Proxy):
     "Stop listening, then checking."
     await self._runner.cleanup()
     await self.members.close()
 
-# %% ../nbs/12h_prefix_proxy.ipynb #5d05a03a
+# %% ../nbs/12h_prefix_proxy.ipynb #d13ab986
 def _json(body, status=200, **headers):
     return web.Response(body=body if isinstance(body, bytes) else orjson.dumps(body), status=status,
                         content_type="application/json", headers=headers)
@@ -90,10 +90,10 @@ async def _handle(self:Proxy, request):
         logging.getLogger("grpo_colab.proxy").exception("a request failed in the proxy")
         return _json(Refused(500, "the proxy failed: see its log", "server_error").body(), 500)
 
-# %% ../nbs/12h_prefix_proxy.ipynb #3cdef189
+# %% ../nbs/12h_prefix_proxy.ipynb #990b4cfc
 #| export
 
-# %% ../nbs/12h_prefix_proxy.ipynb #8186bd4d
+# %% ../nbs/12h_prefix_proxy.ipynb #b6f71c3d
 @patch
 async def _do_health(self:Proxy, request, query):
     up = bool(self.members.router.replicas)
@@ -119,20 +119,20 @@ async def _do_status(self:Proxy, request, query): return _json(self.status())
 async def _do_metrics(self:Proxy, request, query):
     return web.Response(text=prometheus(self.status()), content_type="text/plain")
 
-# %% ../nbs/12h_prefix_proxy.ipynb #abadb785
+# %% ../nbs/12h_prefix_proxy.ipynb #47057b2f
 @patch
 async def _do_pass(self:Proxy, request, query):
-    raw, body = await self._body(request)
+    raw, body, _ = await self._body(request)
     part = split(dict(model=body.get("model")), "", self.members.state.adapters)[0]
     code, back, payload = await self._whole(request.path, part, raw, request.headers, None)
     return web.Response(body=payload, status=code, headers=back)
 
-# %% ../nbs/12h_prefix_proxy.ipynb #9fcbb316
+# %% ../nbs/12h_prefix_proxy.ipynb #5590283c
 async def _go_on(change): await asyncio.shield(asyncio.ensure_future(change))
 
 @patch
 async def _do_load(self:Proxy, request, query):
-    _, body = await self._body(request)
+    body = (await self._body(request))[1]
     if extra := body.keys() - {"lora_name", "lora_path"}:
         raise Refused(400, f"{min(extra)!r} is not supported: a new version has a new name and a new path")
     await _go_on(self.members.load(body.get("lora_name"), body.get("lora_path")))
@@ -140,7 +140,7 @@ async def _do_load(self:Proxy, request, query):
 
 @patch
 async def _do_unload(self:Proxy, request, query):
-    _, body = await self._body(request)
+    body = (await self._body(request))[1]
     await _go_on(self.members.unload(body.get("lora_name")))
     return _json(dict(status="unloaded", lora_name=body["lora_name"]))
 
@@ -151,7 +151,7 @@ async def _do_pause(self:Proxy, request, query):
     await _go_on(self.members.turn(paused=True))
     return _json(dict(status="paused"))
 
-# %% ../nbs/12h_prefix_proxy.ipynb #8cb88fd0
+# %% ../nbs/12h_prefix_proxy.ipynb #096a8aff
 @patch
 async def _do_sleep(self:Proxy, request, query):
     if query.get("level", "1") != "1":
@@ -159,7 +159,7 @@ async def _do_sleep(self:Proxy, request, query):
     await _go_on(self.members.turn(asleep=True))
     return _json(dict(status="asleep"))
 
-# %% ../nbs/12h_prefix_proxy.ipynb #593938bc
+# %% ../nbs/12h_prefix_proxy.ipynb #ef760570
 @patch
 async def _do_resume(self:Proxy, request, query):
     await _go_on(self.members.turn(paused=False))
@@ -181,7 +181,7 @@ async def _do_is_paused(self:Proxy, request, query): return _json(dict(is_paused
 @patch
 async def _do_is_sleeping(self:Proxy, request, query): return _json(dict(is_sleeping=self.members.state.asleep))
 
-# %% ../nbs/12h_prefix_proxy.ipynb #cfed873e
+# %% ../nbs/12h_prefix_proxy.ipynb #e0908c85
 @patch
 async def _do_drain(self:Proxy, request, query):
     up = self.members.ups.get(query.get("replica"))

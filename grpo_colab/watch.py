@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['Counts', 'max_inflight', 'status', 'prometheus']
 
-# %% ../nbs/12e_watch.ipynb #a95fa67b
+# %% ../nbs/12e_watch.ipynb #4d2b21cc
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from .desired_state import Desired
 from .routing import Router
 
-# %% ../nbs/12e_watch.ipynb #ff3d721e
+# %% ../nbs/12e_watch.ipynb #ae1a18f1
 @dataclass
 class Counts:
     "What has happened since the start."
@@ -27,12 +27,12 @@ class Counts:
         **numbers:int,    # to be added
     ):
         "Count something that a request did."
-        self.replicas.setdefault(url, Counter()).update(numbers)
-        self.versions.setdefault(adapter or "", Counter()).update(numbers)
+        for counts in self.replicas.setdefault(url, Counter()), self.versions.setdefault(adapter or "", Counter()):
+            for k, v in numbers.items(): counts[k] += v  # `update` costs more
 
 def _rate(part, whole): return part / whole if whole else None
 
-# %% ../nbs/12e_watch.ipynb #83b6914e
+# %% ../nbs/12e_watch.ipynb #76225361
 def max_inflight(
     router:Router, # with the replicas that take requests
 ) -> int|None: # completions; None: nothing was seen yet
@@ -43,7 +43,7 @@ def max_inflight(
     mean = max(1, 2 * tokens / n / router.block)  # blocks; an answer is taken to be as long as its prompt
     return max(1, int(sum(r.cache.capacity for r in live) / mean))
 
-# %% ../nbs/12e_watch.ipynb #420a2d7e
+# %% ../nbs/12e_watch.ipynb #d06b3336
 def status(
     ups:list,        # of `Upstream`
     router:Router,   # of the proxy
@@ -62,7 +62,7 @@ def status(
     return dict(replicas=rows, adapters=state.adapters, paused=state.paused, asleep=state.asleep,
                 versions={k: dict(v) for k, v in counts.versions.items()}, max_inflight=max_inflight(router), seconds=seconds)
 
-# %% ../nbs/12e_watch.ipynb #2da50e99
+# %% ../nbs/12e_watch.ipynb #27b05c11
 _TYPES = dict(in_flight="gauge", blocks="gauge", capacity="gauge", requests="counter", lost="counter", hit_rate="gauge",
               predicted_hit_rate="gauge", tokens_per_second="gauge", joined="counter")
 
