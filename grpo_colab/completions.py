@@ -7,7 +7,6 @@ __all__ = ['Completions']
 
 # %% ../nbs/12g_completions.ipynb #4c58e957
 import asyncio
-from contextlib import asynccontextmanager
 
 import aiohttp
 import orjson
@@ -49,31 +48,40 @@ async def _body(self:Completions, request):
 # %% ../nbs/12g_completions.ipynb #7698cbba
 class _Elsewhere(Exception): "This replica lost the request before its first byte."
 
-# %% ../nbs/12g_completions.ipynb #c5dc88b4
-@patch
-@asynccontextmanager
-async def _sent(self:Completions, path, part, data, headers, group, avoid):
-    "A request on a replica; `said` is to be filled with what its answer says about usage."
-    m, pick, said, computed = self.members, None, {}, False
-    try: pick = m.router.pick(part.blocks, part.tokens, group, part.adapter, part.n, tuple(avoid))
-    except NoReplica as e: raise Refused(503, str(e), "no_replica") from None
-    up = m.ups[pick.replica]
-    try:
-        async with m.http.post(up.url + path, data=data, headers=headers_on(headers, up.key), allow_redirects=False,
-                               timeout=self._wait) as r:
-            if r.status in (502, 503) or r.status == 404 and part.adapter in m.state.adapters:
+# %% ../nbs/12g_completions.ipynb #c6429028
+class _Sent:
+    "A request on a replica: `async with` gives its answer. `said` is to be filled with what that says about usage."
+    def __init__(self, c, path, part, data, headers, group, avoid):
+        self.c, self.path, self.part, self.data, self.headers, self.avoid = c, path, part, data, headers, avoid
+        self.said, self.answer = {}, None
+        try: self.pick = c.members.router.pick(part.blocks, part.tokens, group, part.adapter, part.n, tuple(avoid))
+        except NoReplica as e: raise Refused(503, str(e), "no_replica") from None
+        self.up = c.members.ups[self.pick.replica]
+
+    async def __aenter__(self):
+        m, up = self.c.members, self.up
+        try:
+            self.answer = r = await m.http.post(up.url + self.path, data=self.data, headers=headers_on(self.headers, up.key),
+                                                allow_redirects=False, timeout=self.c._wait)
+            if r.status in (502, 503) or r.status == 404 and self.part.adapter in m.state.adapters:
                 raise aiohttp.ServerDisconnectedError(f"status {r.status}")
-            computed = r.status == 200
-            yield r, said
-    except (aiohttp.ClientError, OSError) as e:
-        if isinstance(e, ConnectionResetError) and computed: raise  # the client has hung up
-        m.suspect(up, f"{type(e).__name__} during a request")
-        avoid.append(up.url)
-        self.counts.add(up.url, part.adapter, lost=1)
-        raise _Elsewhere(f"{up.url}: {type(e).__name__}") from None
-    finally:
-        m.router.done(pick, said.get("cached_tokens"), said.get("completion_tokens", 0), computed=computed)
-        if computed: self.counts.add(up.url, part.adapter, requests=1, **said)
+        except BaseException as e: await self.__aexit__(type(e), e, None); raise
+        return r
+
+# %% ../nbs/12g_completions.ipynb #459c1207
+@patch
+async def __aexit__(self:_Sent, kind, e, trace):
+    c, r, up, said, adapter = self.c, self.answer, self.up, self.said, self.part.adapter
+    if r is not None: r.release()
+    computed = r is not None and r.status == 200
+    c.members.router.done(self.pick, said.get("cached_tokens"), said.get("completion_tokens", 0), computed=computed)
+    if computed: c.counts.add(up.url, adapter, requests=1, **said)
+    client = computed and isinstance(e, ConnectionResetError)  # it has hung up
+    if isinstance(e, (aiohttp.ClientError, OSError)) and not client:
+        c.members.suspect(up, f"{kind.__name__} during a request")
+        self.avoid.append(up.url)
+        c.counts.add(up.url, adapter, lost=1)
+        raise _Elsewhere(f"{up.url}: {kind.__name__}") from None
 
 # %% ../nbs/12g_completions.ipynb #33936d5f
 @patch
@@ -108,9 +116,9 @@ async def _whole(self:Completions, path, part, data, headers, group):
     avoid = []
     while True:
         try:
-            async with self._sent(path, part, data, headers, group, avoid) as (r, said):
+            async with (sent := _Sent(self, path, part, data, headers, group, avoid)) as r:
                 payload = await r.read()
-                said.update(usage_in(payload))
+                sent.said = usage_in(payload)
                 return r.status, headers_back(r.headers), payload
         except _Elsewhere as e:
             if len(avoid) >= self.tries:
@@ -145,7 +153,7 @@ async def _pass(self:Completions, request, out, braid, i, path, part, data, head
     while True:
         begun = False
         try:
-            async with self._sent(path, part, data, headers, group, avoid) as (r, said):
+            async with (sent := _Sent(self, path, part, data, headers, group, avoid)) as r:
                 if r.status != 200: return r.status, headers_back(r.headers), await r.read()
                 async for chunk in r.content.iter_any():
                     ready = braid.feed(i, chunk) if braid else relay.feed(chunk)
@@ -155,7 +163,7 @@ async def _pass(self:Completions, request, out, braid, i, path, part, data, head
                         out.headers.update(headers_back(r.headers) | {"cache-control": "no-cache"})
                         await out.prepare(request)
                     await out.write(ready)
-                said.update(relay.usage)
+                sent.said = relay.usage
                 if not relay.ended: raise aiohttp.ServerDisconnectedError("the stream has no end")
             return
         except _Elsewhere:

@@ -10,6 +10,7 @@ __all__ = ['BLOCK', 'BYTES', 'root', 'token_blocks', 'hittable', 'text_blocks', 
 import json
 from array import array
 from dataclasses import dataclass
+from functools import lru_cache
 
 from xxhash import xxh3_64_intdigest
 
@@ -24,6 +25,8 @@ def root(
 ) -> int: # 64 bits
     "Where a chain begins. Chains with different roots have no block in common."
     return xxh3_64_intdigest(json.dumps([model, adapter, path, salt]).encode())
+
+_root = lru_cache(64)(root)  # for requests without salt, which are most
 
 # %% ../nbs/11_prefix.ipynb #57d59579
 def _chain(items, seed, size):
@@ -145,7 +148,8 @@ def split(
     "What of a request is routed separately, with the blocks of each."
     name, salt, n = body.get("model"), body.get("cache_salt"), body.get("n")
     name = name if isinstance(name, str) and name in (adapters or {}) else None
-    seed = root(model, name, (adapters or {}).get(name), salt if isinstance(salt, str) else None)
+    path = (adapters or {}).get(name)
+    seed = root(model, name, path, salt) if isinstance(salt, str) else _root(model, name, path)
     n, parts = n if type(n) is int and n > 0 else 1, []
     if prompt: return [Part(body, 0, n, name, prompt.chain(seed, block) if _reads(body) else [], len(prompt.ids), True)]
     prompt = body.get("prompt")

@@ -90,9 +90,6 @@ async def _handle(self:Proxy, request):
         logging.getLogger("grpo_colab.proxy").exception("a request failed in the proxy")
         return _json(Refused(500, "the proxy failed: see its log", "server_error").body(), 500)
 
-# %% ../nbs/12h_prefix_proxy.ipynb #990b4cfc
-#| export
-
 # %% ../nbs/12h_prefix_proxy.ipynb #b6f71c3d
 @patch
 async def _do_health(self:Proxy, request, query):

@@ -6,7 +6,7 @@
 __all__ = ['secret', 'serve', 'main']
 
 # %% ../nbs/12i_proxy.ipynb #f06a1906
-import argparse, asyncio, logging, os, signal
+import argparse, asyncio, gc, logging, os, signal
 import ssl as tls
 
 from .guard import Tokens
@@ -54,6 +54,8 @@ async def serve(
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for s in (signal.SIGINT, signal.SIGTERM): loop.add_signal_handler(s, stop.set)
     url = await proxy.start(args.host, args.port, ssl)
+    gc.collect(); gc.freeze()  # looking for garbage every few dozen requests, among all that was imported, is a tenth of the work
+    gc.set_threshold(20_000, 20, 20)
     print(f"{url}: {len(members.live)} of {len(args.replica)} replicas are up", flush=True)
     await stop.wait()
     await proxy.close()

@@ -18,7 +18,7 @@ from .prefix import BLOCK, hittable
 class NoReplica(RuntimeError):
     "Nobody is there to take a request."
 
-@dataclass
+@dataclass(eq=False)
 class Replica:
     "One vLLM server, as the router sees it."
     name:str              # any, for instance its address
@@ -27,7 +27,7 @@ class Replica:
     draining:bool=False   # gets no new requests
     counts:Counter=field(default_factory=Counter)  # of all picks: requests, tokens, predicted, and with reports reported, cached
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Pick:
     "A request's place, reserved until `Router.done`."
     replica:str           # name
@@ -85,26 +85,36 @@ def drain(self:Router,
     "No new requests for this replica; those in flight go on."
     self._replica(name).draining = on
 
-# %% ../nbs/11b_routing.ipynb #85d9eac2
-@patch
-def _choose(self:Router, live, hits, blocks, most, group):
-    "A replica, and why. `most` blocks of the prompt can be found at best."
-    least = min(r.in_flight for r in live)
-    near, too_many = least + least // 8, least + max(self.slack, least / 4)
-    uncached = {r.name: len(blocks) - hit for r, hit in zip(live, hits)}
-    load = lambda r: (max(r.in_flight, near), uncached[r.name], r.counts["requests"])
-    home, own, _ = self.groups.get(group, (None, 0, None)) if group is not None else (None, 0, None)
-    if home and any(r is home for r in live):
-        if home.in_flight - own <= too_many: return home, "group"
-    elif group is None:
-        known = [r for r, hit in zip(live, hits) if hit == most > 0]  # they have seen the very prompt
-        cost = lambda r: (0 if known else uncached[r.name] + self.weight * r.in_flight, *load(r))
-        best = min(known or live, key=cost)
-        if best.in_flight <= too_many: return best, "prefix" if uncached[best.name] < max(uncached.values()) else "load"
-    else: return min(live, key=load), "load"
-    return min(live, key=load), "spill"
+# %% ../nbs/11b_routing.ipynb #3f30dbe8
+_NOWHERE = None, 0, None
 
-# %% ../nbs/11b_routing.ipynb #758a07dd
+@patch
+def _choose(self:Router, live, blocks, most, group):
+    "A replica, why it, and how much of the prompt it holds. `most` blocks can be found at best."
+    least = min([r.in_flight for r in live])
+    near, too_many = least + least // 8, least + max(self.slack, least / 4)
+    home, own, _ = self.groups.get(group, _NOWHERE) if group is not None else _NOWHERE
+    if home in live and home.in_flight - own <= too_many: return home, "group", home.cache.match(blocks)
+    held = [r.cache.match(blocks) for r in live]
+    uncached = [len(blocks) - min(k, most) for k in held]
+    load = [(max(r.in_flight, near), u, r.counts["requests"]) for r, u in zip(live, uncached)]
+    quiet, why = load.index(min(load)), "load" if home not in live else "spill"
+    if group is None:
+        i, why = self._best(live, uncached, load, 0 < most == len(blocks) - min(uncached)), "spill"
+        if live[i].in_flight <= too_many: quiet, why = i, "prefix" if uncached[i] < max(uncached) else "load"
+    return live[quiet], why, held[quiet]
+
+# %% ../nbs/11b_routing.ipynb #4f6ddac5
+@patch
+def _best(self:Router, live, uncached, load, known):
+    "Where the prompt's beginning is; of those that have seen the very prompt the least loaded."
+    if known:
+        least = min(uncached)
+        return min((l, i) for i, l in enumerate(load) if uncached[i] == least)[1]
+    cost = [(u + self.weight * r.in_flight, l) for r, u, l in zip(live, uncached, load)]
+    return cost.index(min(cost))
+
+# %% ../nbs/11b_routing.ipynb #501c24de
 @patch
 def pick(self:Router,
     blocks:list[int],      # the prompt's chain, from `prefix`
@@ -120,15 +130,10 @@ def pick(self:Router,
         raise NoReplica(f"none of {len(self.replicas)} replicas takes requests, all are draining or avoided "
                         f"({', '.join(self.replicas) or 'there is none'}): add one, or try again later")
     most = min(len(blocks), hittable(tokens, self.block))
-    held = [r.cache.match(blocks) for r in live]
-    home, why = self._choose(live, [min(k, most) for k in held], blocks, most, group)
-    held = held[next(i for i, r in enumerate(live) if r is home)]
+    home, why, held = self._choose(live, blocks, most, group)
     return self._reserve(home, Pick(home.name, why, min(held, most), blocks, tokens, n, group, adapter), held)
 
 # %% ../nbs/11b_routing.ipynb #7a9927e7
-def _add(counts, **more):  # `Counter.update` costs ten times as much
-    for k, v in more.items(): counts[k] += v
-
 @patch
 def _reserve(self:Router, home, pick, held):
     cache, blocks = home.cache, pick.blocks
@@ -136,7 +141,11 @@ def _reserve(self:Router, home, pick, held):
     loose = max(len(blocks), -(-pick.tokens // self.block)) - pick.cached - (len(blocks) - held)
     self.open[pick] = home, cache.pin(blocks, pick.adapter, loose), held, aged
     home.in_flight += pick.n
-    _add(home.counts, requests=1, tokens=pick.tokens, predicted=pick.cached * self.block, **{pick.why: 1})
+    counts = home.counts  # one by one, as `update` costs more than all of them
+    counts["requests"] += 1
+    counts["tokens"] += pick.tokens
+    counts["predicted"] += pick.cached * self.block
+    counts[pick.why] += 1
     if pick.group is not None: self._join(pick, home)
     return pick
 
@@ -148,7 +157,7 @@ def _join(self:Router, pick, home):
     self.groups[pick.group] = at, own + (pick.n if at is home else 0), pick.adapter
     if len(self.groups) > self.most_groups: self.groups.popitem(last=False)
 
-# %% ../nbs/11b_routing.ipynb #01849def
+# %% ../nbs/11b_routing.ipynb #eca89ef8
 @patch
 def done(self:Router,
     pick:Pick,                # from `pick`
@@ -159,20 +168,32 @@ def done(self:Router,
 ):
     "A request has ended. Raises `ValueError` for a pick that has ended before."
     if pick not in self.open: raise ValueError(f"{pick.replica}: this pick is done already, or another router's")
-    home, pinned, held, aged = self.open.pop(pick)
+    home, *was = self.open.pop(pick)
     home.in_flight -= pick.n
-    at, own, adapter = self.groups.get(pick.group, (None, 0, None))
-    if at is home: self.groups[pick.group] = at, max(0, own - pick.n), adapter
-    if cached_tokens is not None: _add(home.counts, reported=pick.tokens, cached=cached_tokens)
-    if pick.stale: return
+    if pick.group is not None:
+        at, own, adapter = self.groups.get(pick.group, _NOWHERE)
+        if at is home: self.groups[pick.group] = at, max(0, own - pick.n), adapter
+    if cached_tokens is not None:
+        home.counts["reported"] += pick.tokens
+        home.counts["cached"] += cached_tokens
+    if not pick.stale: self._settle(pick, home.cache, was, cached_tokens, completion if computed else None, blocks)
+
+# %% ../nbs/11b_routing.ipynb #289cd803
+@patch
+def _settle(self:Router, pick, cache, was, cached_tokens, completion, blocks):
+    "What a request leaves in the cache."
+    (pinned, held, aged), size, own = was, self.block, pick.blocks
     self.age += 1
-    if cached_tokens is not None and cached_tokens // self.block < pick.cached and aged is not None: home.cache.older(aged)
-    chain = blocks if computed and blocks and blocks[:len(pick.blocks)] == pick.blocks else pick.blocks
-    length = pick.tokens + max(0, completion // pick.n - 1)  # the last token sampled is never in the cache
-    own = [pick.n * max(0, blocks - len(chain)) if computed else 0 for blocks in (length // self.block, -(-length // self.block))]
-    home.cache.unpin(pinned, chain, pick.adapter, own[0], len(chain) + own[1], self.age)
-    for h in pick.blocks[held:] if not computed else ():  # held in hope
-        if h not in home.cache.pins: home.cache.drop(h)
+    if cached_tokens is not None and cached_tokens // size < pick.cached and aged is not None: cache.older(aged)
+    if completion is None:  # nothing was computed, what was held in hope goes
+        cache.unpin(pinned, own, pick.adapter, 0, len(own), self.age)
+        for h in own[held:]:
+            if h not in cache.pins: cache.drop(h)
+        return
+    chain = blocks if blocks and blocks[:len(own)] == own else own
+    length = pick.tokens + max(0, completion // pick.n - 1) - size * len(chain)  # the last token sampled is never in the cache
+    full, used = (pick.n * k if k > 0 else 0 for k in (length // size, -(-length // size)))
+    cache.unpin(pinned, chain, pick.adapter, full, len(chain) + used, self.age)
 
 # %% ../nbs/11b_routing.ipynb #cc1a2c77
 @patch

@@ -7,18 +7,20 @@ __all__ = ['Counts', 'max_inflight', 'status', 'prometheus']
 
 # %% ../nbs/12e_watch.ipynb #4d2b21cc
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 from .desired_state import Desired
 from .routing import Router
 
 # %% ../nbs/12e_watch.ipynb #ae1a18f1
+def _counters(): return defaultdict(Counter)
+
 @dataclass
 class Counts:
     "What has happened since the start."
-    replicas:dict=field(default_factory=dict)  # url → Counter of requests, lost, completion_tokens, …
-    versions:dict=field(default_factory=dict)  # adapter, or "" for the base model → Counter of the same
+    replicas:dict=field(default_factory=_counters)  # url → Counter of requests, lost, completion_tokens, …
+    versions:dict=field(default_factory=_counters)  # adapter, or "" for the base model → Counter of the same
     begun:float=field(default_factory=time.monotonic) # seconds
 
     def add(self,
@@ -27,7 +29,7 @@ class Counts:
         **numbers:int,    # to be added
     ):
         "Count something that a request did."
-        for counts in self.replicas.setdefault(url, Counter()), self.versions.setdefault(adapter or "", Counter()):
+        for counts in self.replicas[url], self.versions[adapter or ""]:
             for k, v in numbers.items(): counts[k] += v  # `update` costs more
 
 def _rate(part, whole): return part / whole if whole else None
