@@ -125,7 +125,7 @@ def router(
         finally: child.kill()
 
 # %% ../nbs/23f_bench_processes.ipynb #0d9c965e
-def free_port() -> int:
+def free_port() -> int: # a number
     "A port of 127.0.0.1 that nobody listens on, at the moment."
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
