@@ -14,7 +14,7 @@ from fastcore.basics import patch
 
 from .broadcast import BroadcastError, broadcast, insist, reconcile
 from .desired_state import CLEAR, Call, Desired, begin, commit, differs, read_state, retire, write_state
-from .replicas import Declined, Lost, Upstream, look, measure, session
+from .replicas import Declined, Lost, Upstream, look, measure, queue, session
 from .routing import Router
 
 # %% ../nbs/12f_members.ipynb #0e4903da
@@ -78,6 +78,7 @@ async def _check(self:Members, up):
             if wrong:
                 self.out(up, "; ".join(wrong))
                 return await self._join(up)
+            await queue(self.http, up)
         up.breaker.ok()
     except (Lost, Declined) as e:
         if up.breaker.failed(time.monotonic()) or isinstance(e, Declined) or up.state in ("joining", "down"): self.out(up, str(e))
@@ -183,6 +184,7 @@ async def unload(self:Members,
             if not self.live: self._keep(before)  # else: those that still have it have been put out
             raise
         self.router.forget(name)
+    _say("unloaded", adapter=name)
 
 # %% ../nbs/12f_members.ipynb #a278b460
 @patch
@@ -193,6 +195,7 @@ async def turn(self:Members,
     async with self._lock:
         await self._to(self.state, replace(self.state, **what))
         if what.get("asleep"): self.router.clear()
+    _say("turned", **what)
 
 @patch
 async def clear(self:Members):
@@ -203,4 +206,5 @@ async def clear(self:Members):
         for up, e in zip(ups, said):
             if e is None: self.router.clear(up.url)
             if isinstance(e, Lost): self.out(up, str(e))
+        _say("cleared", replicas=sum(e is None for e in said))
         if wrong := [str(e) for e in said if isinstance(e, Declined)]: raise BroadcastError("; ".join(wrong), [], [])

@@ -65,7 +65,9 @@ def main(
     argv:list[str], # arguments
 ) -> int: # exit code
     "The command."
-    args = _parser().parse_args(argv)
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if args.key and not args.certificate: parser.error("--key without --certificate would serve plain HTTP: name both")
     logging.basicConfig(format="%(message)s", level=logging.WARNING if args.quiet else logging.INFO)
     asyncio.run(serve(args))
     return 0

@@ -7,21 +7,25 @@ __all__ = ['Counts', 'max_inflight', 'status', 'prometheus']
 
 # %% ../nbs/12e_watch.ipynb #4d2b21cc
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
+
+from fastcore.basics import patch
 
 from .desired_state import Desired
 from .routing import Router
 
-# %% ../nbs/12e_watch.ipynb #ae1a18f1
+# %% ../nbs/12e_watch.ipynb #243cc41e
 def _counters(): return defaultdict(Counter)
 
+# %% ../nbs/12e_watch.ipynb #bf10ac7d
 @dataclass
 class Counts:
     "What has happened since the start."
     replicas:dict=field(default_factory=_counters)  # url → Counter of requests, lost, completion_tokens, …
     versions:dict=field(default_factory=_counters)  # adapter, or "" for the base model → Counter of the same
     begun:float=field(default_factory=time.monotonic) # seconds
+    marks:deque=field(default_factory=lambda: deque(maxlen=11)) # (seconds, url → tokens), one a second while there is work
 
     def add(self,
         url:str,          # of a replica
@@ -31,6 +35,23 @@ class Counts:
         "Count something that a request did."
         for counts in self.replicas[url], self.versions[adapter or ""]:
             for k, v in numbers.items(): counts[k] += v  # `update` costs more
+        self._mark(time.monotonic())
+
+# %% ../nbs/12e_watch.ipynb #ce74ad25
+@patch
+def _mark(self:Counts, now):
+    if not self.marks or now - self.marks[-1][0] > 1:
+        self.marks.append((now, {url: c["completion_tokens"] for url, c in self.replicas.items()}))
+
+@patch
+def rate(self:Counts,
+    url:str,   # of a replica
+    now:float, # seconds, by `time.monotonic`
+) -> float: # tokens/s
+    "Tokens of answers that ended lately: in the last ten seconds in which there was work, and since."
+    if not self.marks or url not in self.replicas: return 0.
+    since, tokens = self.marks[0]
+    return (self.replicas[url]["completion_tokens"] - tokens.get(url, 0)) / max(now - since, 1.)
 
 def _rate(part, whole): return part / whole if whole else None
 
@@ -45,7 +66,7 @@ def max_inflight(
     mean = max(1, 2 * tokens / n / router.block)  # blocks; an answer is taken to be as long as its prompt
     return max(1, int(sum(r.cache.capacity for r in live) / mean))
 
-# %% ../nbs/12e_watch.ipynb #d06b3336
+# %% ../nbs/12e_watch.ipynb #39e122b0
 def status(
     ups:list,        # of `Upstream`
     router:Router,   # of the proxy
@@ -53,19 +74,22 @@ def status(
     counts:Counts,   # of the proxy
 ) -> dict: # for JSON
     "Everything at a glance. No key and no token is in it."
-    seconds, routed = max(time.monotonic() - counts.begun, 1e-9), router.report()
+    now, routed = time.monotonic(), router.report()
     rows = []
     for up in ups:
         r, c = routed.get(up.url, {}), counts.replicas.get(up.url, Counter())
         rows.append(dict(url=up.url, state=up.state, why=up.why, joined=up.begun, in_flight=r.get("in_flight", 0),
             blocks=r.get("blocks", 0), capacity=up.blocks, requests=c["requests"], lost=c["lost"],
-            tokens_per_second=c["completion_tokens"] / seconds, hit_rate=_rate(r.get("cached", 0), r.get("reported", 0)),
+            queue=up.waiting, preempted=up.preempted, tokens_per_second=counts.rate(up.url, now),
+            hit_rate=_rate(r.get("cached", 0), r.get("reported", 0)),
             predicted_hit_rate=_rate(r.get("predicted", 0), r.get("tokens", 0))))
     return dict(replicas=rows, adapters=state.adapters, paused=state.paused, asleep=state.asleep,
-                versions={k: dict(v) for k, v in counts.versions.items()}, max_inflight=max_inflight(router), seconds=seconds)
+                versions={k: dict(v) for k, v in counts.versions.items()}, max_inflight=max_inflight(router),
+                seconds=now - counts.begun)
 
-# %% ../nbs/12e_watch.ipynb #27b05c11
-_TYPES = dict(in_flight="gauge", blocks="gauge", capacity="gauge", requests="counter", lost="counter", hit_rate="gauge",
+# %% ../nbs/12e_watch.ipynb #4b60a77f
+_TYPES = dict(in_flight="gauge", queue="gauge", preempted="counter", blocks="gauge", capacity="gauge", requests="counter",
+              lost="counter", hit_rate="gauge",
               predicted_hit_rate="gauge", tokens_per_second="gauge", joined="counter")
 
 def _label(text): return text.replace("\\", r"\\").replace('"', r'\"').replace("\n", r"\n")
