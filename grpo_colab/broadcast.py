@@ -11,7 +11,7 @@ import asyncio, random, time
 import aiohttp
 
 from .desired_state import CLEAR, UNLOAD, Call, Desired, calls, differs
-from .replicas import Declined, Lost, Upstream, look, post_call
+from .replicas import Declined, Lost, Upstream, ask, look, post_call
 
 # %% ../nbs/12b_broadcast.ipynb #8e8640ac
 def _again(call, status, text):
@@ -34,6 +34,14 @@ def _declined(up, call, status, text, seconds):
     return Declined(f"{where}: status {status} after {seconds:.1f} s: {text[:300]} {remedy}", status)
 
 # %% ../nbs/12b_broadcast.ipynb #80dd24f5
+async def _told(http, up, call, seconds, watch=5., answer=5.):
+    "What a replica answers. One that does not answer a health check in the meantime either is lost, and nobody waits for it."
+    job = asyncio.ensure_future(post_call(http, up, call, seconds))
+    try:
+        while not (await asyncio.wait([job], timeout=watch))[0]: await ask(http, up, "/health", seconds=answer)
+        return job.result()
+    finally: job.cancel()
+
 async def insist(
     http:aiohttp.ClientSession, # from `session`
     up:Upstream,     # who is told
@@ -43,7 +51,7 @@ async def insist(
     "Make a replica do something. Raises `Lost`, and `Declined` when it is not done by the deadline."
     begun, wait = time.monotonic(), .05
     while True:
-        status, text = await post_call(http, up, call, max(1., deadline - time.monotonic()))
+        status, text = await _told(http, up, call, max(1., deadline - time.monotonic()))
         if _done(call, status, text): return
         if not _again(call, status, text) or time.monotonic() + wait > deadline:
             raise _declined(up, call, status, text, time.monotonic() - begun)
