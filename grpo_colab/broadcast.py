@@ -34,7 +34,7 @@ def _declined(up, call, status, text, seconds):
     return Declined(f"{where}: status {status} after {seconds:.1f} s: {text[:300]} {remedy}", status)
 
 # %% ../nbs/12b_broadcast.ipynb #80dd24f5
-async def _told(http, up, call, seconds, watch=5., answer=5.):
+async def _told(http, up, call, seconds, watch=5., answer=15.):
     "What a replica answers. One that does not answer a health check in the meantime either is lost, and nobody waits for it."
     job = asyncio.ensure_future(post_call(http, up, call, seconds))
     try:
@@ -66,11 +66,12 @@ async def reconcile(
     deadline:float,  # by `time.monotonic`
 ):
     "Make all hold on a replica, and prove it. Raises `Lost` or `Declined`."
+    slow = 15.  # seconds: a replica under load is slow, and one that is called lost is out of service
     for _ in range(3):  # what one call does may undo another: in some versions of vLLM, waking resumes
-        seen = await look(http, up)
+        seen = await look(http, up, slow)
         if not (wrong := differs(want, seen)): return
         for call in calls(want, seen): await insist(http, up, call, deadline)
-    if wrong := differs(want, await look(http, up)): raise Declined(f"{up.url}: {'; '.join(wrong)}")
+    if wrong := differs(want, await look(http, up, slow)): raise Declined(f"{up.url}: {'; '.join(wrong)}")
 
 # %% ../nbs/12b_broadcast.ipynb #217149d5
 class BroadcastError(RuntimeError):

@@ -123,10 +123,11 @@ def _parsed(text, *keys):
 async def look(
     http:aiohttp.ClientSession, # from `session`
     up:Upstream,     # who is looked at; its `names` are updated
+    seconds:float=5., # to wait for each of three answers
 ) -> Seen: # what it shows
     "Ask a replica for its state. Raises `Lost`, and `Declined` for an answer that is not vLLM's."
     paths = "/v1/models", "/is_paused", "/is_sleeping"
-    (status, text), paused, asleep = await asyncio.gather(*[ask(http, up, p) for p in paths])
+    (status, text), paused, asleep = await asyncio.gather(*[ask(http, up, p, seconds=seconds) for p in paths])
     cards = _parsed(text, "data") if status == 200 else None
     if not isinstance(cards, list) or not all(isinstance(c, dict) and "id" in c for c in cards):
         raise Declined(f"{up.url}/v1/models: status {status} and no list of models: is it vLLM, and is its key right?", status)

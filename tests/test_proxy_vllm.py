@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -42,9 +42,8 @@ def toy(tmp_path_factory):
     return where
 
 
-@pytest.fixture(scope="module")
-def vllm(toy):
-    "The address of a real server."
+def start(toy):
+    "A real server: its process and its address."
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -55,17 +54,36 @@ def vllm(toy):
              "--enable-prompt-tokens-details", "--num-gpu-blocks-override", "200", "--block-size", "16", "--max-num-seqs", "8")
     server = subprocess.Popen([sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags], env=env,
                               start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return server, f"http://127.0.0.1:{port}"
+
+
+def end(server):
+    "With its engine's process, also when the server itself is gone."
+    with suppress(ProcessLookupError): os.killpg(server.pid, signal.SIGTERM)
+    try: server.wait(15)
+    except subprocess.TimeoutExpired: pass
+    with suppress(ProcessLookupError): os.killpg(server.pid, signal.SIGKILL)
+    server.wait()
+
+
+@pytest.fixture(scope="module")
+def servers(toy):
+    "Two real servers: processes and addresses."
+    both = [start(toy) for _ in range(2)]
     try:
-        for _ in range(600):
-            assert server.poll() is None, "the server did not start"
-            with socket.socket() as s:
-                if s.connect_ex(("127.0.0.1", port)) == 0: break
-            time.sleep(.2)
-        yield f"http://127.0.0.1:{port}"
+        for server, url in both:
+            for _ in range(900):
+                assert server.poll() is None, "the server did not start"
+                with socket.socket() as s:
+                    if s.connect_ex(("127.0.0.1", int(url.rpartition(":")[2]))) == 0: break
+                time.sleep(.2)
+        yield both
     finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try: server.wait(15)
-        except subprocess.TimeoutExpired: os.killpg(server.pid, signal.SIGKILL); server.wait()
+        for server, _ in both: end(server)
+
+
+@pytest.fixture
+def vllm(servers): return servers[0][1]
 
 
 def shape(x):
@@ -130,28 +148,39 @@ def test_standin_is_like_vllm(vllm, toy):
     assert cached[0][:2] == cached[1][:2] == [0, 32]
 
 
-def test_proxy_before_vllm(vllm, toy):
-    "OpenAI's client, the same greedy tokens as without the proxy, and an adapter that changes them."
+def test_proxy_before_two(servers, toy):
+    "OpenAI's client, the same greedy tokens as without the proxy, an adapter that changes them on both; then one is killed."
+    (_, direct), (victim, lost) = servers
     async def main():
-        async with Proxy(Members([vllm], patience=20)) as proxy:
+        async with Proxy(Members([direct, lost], patience=30, period=.2)) as proxy:
             url = await proxy.start()
+            assert len(proxy.members.live) == 2
             async with openai.AsyncOpenAI(base_url=url + "/v1", api_key="none") as client, aiohttp.ClientSession() as http:
-                ask = dict(prompt=[IDS, IDS[:20]], max_tokens=8, temperature=0, extra_body=dict(return_token_ids=True))
+                ask = dict(max_tokens=8, temperature=0, extra_body=dict(return_token_ids=True))
+                prompts = [[7 + (i * k) % 40 for i in range(40)] for k in (1, 3, 7, 9)]
                 async def tokens(c, **more):
-                    return [x.token_ids for x in (await c.completions.create(**ask | more)).choices]
-                async with openai.AsyncOpenAI(base_url=vllm + "/v1", api_key="none") as direct: want = await tokens(direct, model="toy")
+                    return [x.token_ids for x in (await c.completions.create(**ask | dict(prompt=prompts) | more)).choices]
+                async with openai.AsyncOpenAI(base_url=direct + "/v1", api_key="none") as c: want = await tokens(c, model="toy")
                 assert await tokens(client, model="toy") == want
                 begun = time.perf_counter()
                 async with http.post(url + "/v1/load_lora_adapter", json=dict(lora_name="v2", lora_path=str(toy/"v2"))) as r:
                     assert r.status == 200, await r.text()
-                print(f"loaded and confirmed in {time.perf_counter() - begun:.3f} s")
-                assert (await tokens(client, model="v2")) != want
-                text = {0: "", 1: ""}
-                async for chunk in await client.completions.create(model="v2", stream=True, **ask):
+                print(f"loaded and confirmed on both in {time.perf_counter() - begun:.3f} s")
+                tuned = await tokens(client, model="v2")
+                assert tuned != want
+                text = dict.fromkeys(range(4), "")
+                async for chunk in await client.completions.create(model="v2", stream=True, prompt=prompts, **ask):
                     for c in chunk.choices: text[c.index] += c.text
-                whole = await client.completions.create(model="v2", **ask)
-                assert [text[0], text[1]] == [c.text for c in whole.choices]
-                (row,) = proxy.status()["replicas"]
-                assert row["hit_rate"] > .3 and abs(row["hit_rate"] - row["predicted_hit_rate"]) < .25, row
+                whole = await client.completions.create(model="v2", prompt=prompts, **ask)
+                assert list(text.values()) == [c.text for c in whole.choices]
+                rows = proxy.members.router.report().values()
+                assert all(r["requests"] > 3 for r in rows)  # both had a part
+                cached, predicted = (sum(r[k] for r in rows) for k in ("cached", "predicted"))
+                assert predicted == 4 * 2 * 32  # under v2 each prompt's two full blocks, the second and the third time
+                cached -= 4 * 32  # a stream says nothing of it, as nobody asked, so the third time alone
+                assert cached in range(0, 129, 32)  # the base model's, of prompts that were sent past the proxy to the same server
+                os.killpg(victim.pid, signal.SIGKILL); victim.wait()
+                assert await tokens(client, model="v2") == tuned  # the other one answers for both
+                assert [up.url for up in proxy.members.live] == [direct]
                 async with http.post(url + "/v1/unload_lora_adapter", json=dict(lora_name="v2")) as r: assert r.status == 200
     asyncio.run(main())
