@@ -96,7 +96,7 @@ async def answer(self:Completions,
     n = sum(p.n for p in parts)  # completions
     if self.inflight + n > self.most_inflight:
         raise Refused(429, f"{self.inflight} completions are in flight and {self.most_inflight} is the limit", "rate_limit_error")
-    headers, group, path = request.headers, request.headers.get("x-group-id"), request.path
+    headers, path, group = request.headers, request.path, request.headers.get("x-group-id", "")[:256] or None
     data = [raw] if len(parts) == 1 else [orjson.dumps(p.body) for p in parts]
     self.inflight += n
     try:
