@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['processes', 'kin', 'main', 'start_kept', 'stop_kept', 'leases_folder', 'Lease', 'sweep_leases']
 
-# %% ../nbs/13_keeper.ipynb #6a821243
+# %% ../nbs/13_keeper.ipynb #6f9de989
 import ctypes, fcntl, os, select, signal, subprocess, sys, time
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
-# %% ../nbs/13_keeper.ipynb #51c92b49
+# %% ../nbs/13_keeper.ipynb #78403f88
 def processes() -> dict: # pid -> (parent, session, start in ticks since boot)
     "All that run now, without zombies."
     found = {}
@@ -31,7 +31,7 @@ def kin(
         found |= new
     return found
 
-# %% ../nbs/13_keeper.ipynb #0e5bf564
+# %% ../nbs/13_keeper.ipynb #efac5814
 _SUBREAPER, _DEATHSIG = 36, 1  # of prctl(2)
 
 def _prctl(option, value): ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
@@ -41,12 +41,12 @@ def _end_kin(child=None):
     while kids := kin(os.getpid()):
         for p in kids:
             with suppress(ProcessLookupError): os.kill(p, signal.SIGKILL)
+        time.sleep(.01)
         if child and child.poll() is None: continue  # its exit code must not be lost
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]: pass
-        time.sleep(.01)
 
-# %% ../nbs/13_keeper.ipynb #1741af69
+# %% ../nbs/13_keeper.ipynb #02536e09
 def _wait(child, parent, grace):
     "Until the child has ended, or there is a reason to end it; with time for it to do so."
     heard, tell = os.pipe()
@@ -63,7 +63,7 @@ def _wait(child, parent, grace):
             child.terminate()
             until = time.monotonic() + grace
 
-# %% ../nbs/13_keeper.ipynb #ac644613
+# %% ../nbs/13_keeper.ipynb #b4e833e5
 def main(
     argv:list[str], # parent's pid, seconds of grace, file descriptors of leases with commas between them, the command
 ) -> int: # the command's exit code; 128 + n where signal n ended it
@@ -84,7 +84,7 @@ def main(
     code = child.wait()
     return 128 - code if code < 0 else code
 
-# %% ../nbs/13_keeper.ipynb #11680054
+# %% ../nbs/13_keeper.ipynb #06c48cf4
 def start_kept(
     command:list,       # program and arguments
     log,                # file that gets what it prints, open
@@ -99,7 +99,7 @@ def start_kept(
     return subprocess.Popen([*keeper, str(os.getpid()), str(grace), ",".join(map(str, fds)), *map(str, command)], env=env,
                             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, pass_fds=fds, start_new_session=True)
 
-# %% ../nbs/13_keeper.ipynb #50e07975
+# %% ../nbs/13_keeper.ipynb #be6af18a
 def stop_kept(
     keepers:list,       # `Popen`s from `start_kept`
     seconds:float=30.,  # to wait for all together; then they are killed
@@ -118,7 +118,7 @@ def stop_kept(
 
 def _session(sid, since=0): return {p for p, (_, s, start) in processes().items() if s == sid and p != sid and start >= since}
 
-# %% ../nbs/13_keeper.ipynb #eb6da16d
+# %% ../nbs/13_keeper.ipynb #152e1bfe
 def _epoch():
     "Where and since when process ids mean what they mean."
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -140,7 +140,7 @@ def leases_folder() -> Path: # made where it is not there
         raise PermissionError(f"{folder} is not ours, so who holds which GPU cannot be known: remove it")
     return folder
 
-# %% ../nbs/13_keeper.ipynb #3ce926f9
+# %% ../nbs/13_keeper.ipynb #d703f29a
 def _lock(path):
     "A locked file that is still at its path, or None."
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -159,7 +159,7 @@ def _busy(path):
     pid = (path.read_text().split() or ["unknown"])[0]
     return BlockingIOError(f"{path.stem} is in use by process {pid}: close its fleet, or choose others, as in gpus=[1]")
 
-# %% ../nbs/13_keeper.ipynb #ddc95e58
+# %% ../nbs/13_keeper.ipynb #a5ff2f4b
 class Lease:
     "Something that one process and its keepers have to themselves."
     def __init__(self,
@@ -185,7 +185,7 @@ class Lease:
         os.close(self.fd)
         self.fd = None
 
-# %% ../nbs/13_keeper.ipynb #afb431bb
+# %% ../nbs/13_keeper.ipynb #08e6ad4a
 def sweep_leases(
     folder:Path|None=None, # None: `leases_folder()`
 ):
@@ -193,5 +193,5 @@ def sweep_leases(
     for path in Path(folder or leases_folder()).glob("*.lease"):
         with suppress(BlockingIOError): Lease(path.stem, 0, folder).close()
 
-# %% ../nbs/13_keeper.ipynb #77db9da5
+# %% ../nbs/13_keeper.ipynb #a722760d
 if __name__ == "__main__" and sys.argv[1:2] == ["keep"]: sys.exit(main(sys.argv[2:]))
