@@ -47,7 +47,7 @@ class Fleet:
     ):
         self.replicas, self.base, self.key, self._here = replicas, base, key, _Held()
         self._ends = [weakref.finalize(self, h.free) for h in (held, self._here) if h]  # the last of them is called first
-        self._proxy = None
+        self._proxy, self._look = None, getattr(held, "look", None)
         self.gpus = set()
     def __enter__(self): return self
     def __exit__(self, *exc): self.close()
@@ -72,7 +72,8 @@ def upstreams(self:Fleet) -> list: # of `Upstream`
 
 @patch
 def status(self:Fleet) -> list[dict]: # for JSON
-    "Name, address, state, cause and number of starts of each."
+    "Name, address, state, cause and number of starts of each. For Jobs the Hub is asked, and may raise."
+    if self._look: self._look()
     return [dict(name=r.name, url=r.url, state=r.state, why=r.why, starts=getattr(r, "starts", 0)) for r in self.replicas]
 
 # %% ../nbs/13d_fleet.ipynb #8609b7e8
@@ -173,20 +174,18 @@ def local(cls:Fleet,
 # %% ../nbs/13d_fleet.ipynb #d6e12f3b
 @patch
 def _launch(self:Fleet, placed, logs, patience, progress, env, options):
-    held, self.gpus = self._here, {g for ids, _ in placed for g in ids}
-    leases = _lease(self.gpus)
+    held, gpus = self._here, {g for ids, _ in placed for g in ids}
+    self.logs, ports = _folder(held, logs), [_port(held) for _ in placed]
+    commands = [vllm_command(port=port, memory=share, **options) for port, (_, share) in zip(ports, placed)]
+    leases = _lease(gpus)  # from here on an earlier fleet on these GPUs is closed
     held.leases += leases.values()
+    self.gpus, lanes = gpus, {}
     _LIVE.add(self)
-    self.logs, self.replicas = _folder(held, logs), held.watched
-    lanes = {}
-    for i, (ids, share) in enumerate(placed):
-        port = _port(held)
-        command = vllm_command(port=port, memory=share, **options)
+    for i, ((ids, _), port, command) in enumerate(zip(placed, ports, commands)):
         mine = tuple(leases[f"gpu-{g}"] for g in ids) or tuple(held.leases)
         server = Watched(f"replica-{i}", command, f"http://127.0.0.1:{port}", self.logs/f"replica-{i}.log",
-                         vllm_environment(ids or None, self.key, **env), mine, patience)
-        held.watched.append(server)
-        lanes.setdefault(tuple(ids), []).append(server)
+                         vllm_environment(ids, self.key, **env), mine, patience)
+        for servers in (held.watched, self.replicas, lanes.setdefault(tuple(ids), [])): servers.append(server)
     _bring_up(lanes.values(), progress)
 
 # %% ../nbs/13d_fleet.ipynb #99b20c19
