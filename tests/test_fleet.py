@@ -27,6 +27,7 @@ import json, sys, time
 from grpo_colab.fleet import Fleet
 model, gpu, options = sys.argv[1:]
 with Fleet.local(1, model, gpus=[gpu], **json.loads(options)) as fleet:
+    print(json.dumps((0, fleet.proxy(), "")), flush=True)
     told = None
     while True:
         status = fleet.status()[0]
@@ -44,14 +45,38 @@ def wait_for(true, what, seconds=240):
     return value
 
 
+def ask(url, body=None):
+    "What a server says, or None."
+    data = json.dumps(body).encode() if body else None
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, {"content-type": "application/json"}), timeout=60) as r:
+            return json.loads(r.read())
+    except OSError: return None
+
+
+def sampled(url, model):
+    "Greedy tokens of a prompt."
+    said = ask(url + "/completions", dict(model=model, prompt=[7, 8, 9] * 8, max_tokens=8, temperature=0, return_token_ids=True))
+    return said and said["choices"][0]["token_ids"]
+
+
 def alive(pids): return pids & set(processes())
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
+    "A checkpoint, and beside it an adapter that changes what it says."
+    import torch
+    from peft import LoraConfig, get_peft_model
+
     from grpo_colab import toys
     where, tokenizer = tmp_path_factory.mktemp("toy")/"model", toys.toy_tokenizer()
     toys.save_toy(where, toys.toy_model(tokenizer), tokenizer)
+    policy = get_peft_model(toys.toy_model(tokenizer), LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
+    with torch.no_grad():
+        for n, p in policy.named_parameters():
+            if "lora_B" in n: p.normal_()
+    policy.save_pretrained(where.parent/"v1")
     return where
 
 
@@ -67,26 +92,32 @@ def parent(model, gpu):
         p.wait()
 
 
-def told(p, *want):
-    "Read what the parent says of its server until it says `want`."
+def told(p, start, state=None):
+    "Read what the parent says of its server until it says that; then the rest. The proxy's address is start 0."
     while line := p.stdout.readline():
         said = json.loads(line)
-        if said[:2] == list(want): return said[2]
+        if said[0] == start and state in (None, said[1]): return said[1]
         assert said[1] not in ("failed", "ended"), said
-    raise AssertionError(f"the parent ended, and never said {want}")
+    raise AssertionError(f"the parent ended, and never said {start} {state}")
 
 
 def test_engine_and_parent_are_killed(model):
-    "The engine: a new server. The parent: nothing is left, and the GPU is free from then on, not before."
+    "The engine: a new server with its adapter. The parent: nothing is left, and the GPU is free from then on, not before."
     gpu = f"toy-{os.getpid()}"
     with parent(model, gpu) as p:
+        url = told(p, 0)
+        assert ask(url + "/load_lora_adapter", dict(lora_name="v1", lora_path=str(model.parent/"v1")))
+        tokens = sampled(url, "v1")
+        assert tokens and tokens != sampled(url, "toy")
         told(p, 1, "up")
-        first = kin(p.pid)
+        proxies = {q for q in kin(p.pid) if "grpo_colab.proxy" in Path(f"/proc/{q}/cmdline").read_text()}
+        first = kin(p.pid) - proxies
         (engine,) = [q for q in first if Path(f"/proc/{q}/comm").read_text().startswith("VLLM::Engine")]
         os.kill(engine, signal.SIGKILL)
         told(p, 2, "up")
+        wait_for(lambda: sampled(url, "v1") == tokens, "the adapter on the new server", 60)
         second = kin(p.pid)
-        assert not alive(first) and len(second) >= 4  # keeper, server, engine, worker
+        assert not alive(first) and len(second - proxies) >= 4  # keeper, server, engine, worker
         with pytest.raises(BlockingIOError, match="is in use by process"): Lease(f"gpu-{gpu}", 0)
         p.kill()
         lease = Lease(f"gpu-{gpu}", 60)  # as the next fleet takes it
@@ -121,13 +152,6 @@ def test_proxy_is_killed(tmp_path):
     def run(what): return asyncio.run_coroutine_threadsafe(what, loop).result(60)
     async def replica(): return Standin()
     replicas = [run(replica()) for _ in range(2)]
-
-    def ask(url, body=None):
-        data = json.dumps(body).encode() if body else None
-        try:
-            with urllib.request.urlopen(urllib.request.Request(url, data, {"content-type": "application/json"}), timeout=30) as r:
-                return json.loads(r.read())
-        except OSError: return None
 
     with Fleet.urls([run(r.start()) for r in replicas], base="toy") as fleet:
         url = fleet.proxy()
