@@ -675,6 +675,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'grpo_colab.keeper._left': ('keeper.html#_left', 'grpo_colab/keeper.py'),
                                    'grpo_colab.keeper._lock': ('keeper.html#_lock', 'grpo_colab/keeper.py'),
                                    'grpo_colab.keeper._mark': ('keeper.html#_mark', 'grpo_colab/keeper.py'),
+                                   'grpo_colab.keeper._pidfd': ('keeper.html#_pidfd', 'grpo_colab/keeper.py'),
                                    'grpo_colab.keeper._prctl': ('keeper.html#_prctl', 'grpo_colab/keeper.py'),
                                    'grpo_colab.keeper._session': ('keeper.html#_session', 'grpo_colab/keeper.py'),
                                    'grpo_colab.keeper._wait': ('keeper.html#_wait', 'grpo_colab/keeper.py'),

@@ -47,18 +47,24 @@ def _end_kin(child=None):
             while os.waitpid(-1, os.WNOHANG)[0]: pass
 
 # %% ../nbs/13_keeper.ipynb #02536e09
+def _pidfd(pid):
+    "Becomes readable when the process has ended. Where there is none, as in some sandboxes, we look twice a second."
+    try: return [os.pidfd_open(pid)]
+    except (AttributeError, OSError): return []
+
 def _wait(child, parent, grace):
     "Until the child has ended, or there is a reason to end it; with time for it to do so."
+    watch = _pidfd(parent)
     heard, tell = os.pipe()
     for end in (heard, tell): os.set_blocking(end, False)
     signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
     for s in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD): signal.signal(s, lambda *_: None)
     until = None
     while child.poll() is None:
-        left = 1. if until is None else until - time.monotonic()
+        left = 1 if until is None else until - time.monotonic()
         if left <= 0: return
-        ready, *_ = select.select([parent, heard], [], [], min(left, 1.))
-        if parent in ready: return
+        ready, *_ = select.select([heard, *watch], [], [], min(left, .5))
+        if os.getppid() != parent: return
         if heard in ready and {signal.SIGTERM, signal.SIGINT, signal.SIGHUP} & set(os.read(heard, 512)) and until is None:
             child.terminate()
             until = time.monotonic() + grace
@@ -70,13 +76,12 @@ def main(
     "Run a command for as long as the parent lives."
     parent, grace, leases, *command = argv
     _prctl(_SUBREAPER, 1)
-    watch = os.pidfd_open(int(parent))
-    if os.getppid() != int(parent): return 1  # it died before we could watch it
+    if os.getppid() != int(parent): return 1  # it has died already
     for fd in filter(None, leases.split(",")): os.write(int(fd), (_mark() + "\n").encode())
     child = None
     try:
         child = subprocess.Popen(command, preexec_fn=lambda: _prctl(_DEATHSIG, signal.SIGKILL))
-        _wait(child, watch, float(grace))
+        _wait(child, int(parent), float(grace))
     except OSError as e:
         print(f"{command[0]} cannot be started: {e}", flush=True)
         return 127
@@ -93,7 +98,7 @@ def start_kept(
     grace:float=10.,    # seconds to end well when told to
 ) -> subprocess.Popen: # the keeper, which ends when all has ended
     "Start a program under a keeper. Raises `RuntimeError` where there is no Linux."
-    if not hasattr(os, "pidfd_open"): raise RuntimeError(f"{sys.platform}: servers are kept by Linux's pidfd: use Linux")
+    if sys.platform != "linux": raise RuntimeError(f"{sys.platform}: servers are kept by Linux's prctl: use Linux")
     fds = [lease.fd for lease in leases]
     keeper = [sys.executable, "-I", "-S", find_spec("grpo_colab.keeper").origin, "keep"]
     return subprocess.Popen([*keeper, str(os.getpid()), str(grace), ",".join(map(str, fds)), *map(str, command)], env=env,
