@@ -84,10 +84,10 @@ def place(
     gpus:list,            # ids of GPUs; none for servers on the CPU
     each:int=1,           # GPUs a replica
     memory:float=.9,      # share of a GPU's memory for all that are on it
-) -> list[tuple]: # (ids, share of memory) of each replica; on the CPU ([], None)
+) -> list[tuple]: # (ids, share of memory) of each replica
     "Where each replica goes. Raises `ValueError` where there is no room for one."
     if n < 1: raise ValueError(f"n={n}: a fleet has at least one replica")
-    if not gpus: return [([], None)] * n
+    if not gpus: return [([], round(memory * 2 / 3 / n, 3))] * n  # of the CPU's memory, which others need too
     sets = [gpus[i:i + each] for i in range(0, len(gpus) - each + 1, each)]
     if not sets: raise ValueError(f"tensor_parallel={each}, and there are only {len(gpus)} GPUs: {', '.join(gpus)}")
     fellows = [len(range(s, n, len(sets))) for s in range(len(sets))]
