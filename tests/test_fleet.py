@@ -83,7 +83,7 @@ def model(tmp_path_factory):
 @contextmanager
 def parent(model, gpu):
     "A process that has a fleet of one server on `gpu`, which is a name only: the server is on the CPU."
-    env = os.environ | dict(PYTHONPATH=str(ROOT))
+    env = os.environ | dict(PYTHONPATH=str(ROOT), TMPDIR=str(model.parent))  # a killed parent leaves its logs there
     p = subprocess.Popen([sys.executable, "-c", PARENT, str(model), gpu, json.dumps(SMALL)], env=env, stdout=subprocess.PIPE,
                          stderr=subprocess.DEVNULL, text=True)
     try: yield p
