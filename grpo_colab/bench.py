@@ -14,6 +14,7 @@ from . import compat
 from .bench_curves import curve_claims, curve_rows
 from .bench_memory import memory_claims, one_base_row, peak_row, sleep_rows, teardown_row
 from .bench_pack import pack_claims, pack_rows
+from .bench_publish import publish_claims, publish_rows
 from .bench_rollout import rollout_claims, rollout_rows
 from .bench_step import CASES, step_claims, step_row
 from .bench_sync import SHAPES, decode_rows, result, slot_rows, sync_claims, sync_rows
@@ -21,10 +22,10 @@ from .bench_sync import SHAPES, decode_rows, result, slot_rows, sync_claims, syn
 # %% ../nbs/23d_bench.ipynb #1ef9013b
 #: bench -> its parts, in the order of measuring
 PARTS = dict(sync=("sync", "decode", "slot"), memory=("peak", "sleep", "one_base", "teardown"), rollout=("rollout",),
-             pack=("pack",), step=tuple(CASES), curves=("curves",))
+             pack=("pack",), step=tuple(CASES), curves=("curves",), publish=("publish",))
 #: bench -> rows to claims
 CLAIMS = dict(sync=sync_claims, memory=memory_claims, rollout=rollout_claims, pack=pack_claims, step=step_claims,
-              curves=curve_claims)
+              curves=curve_claims, publish=publish_claims)
 
 # %% ../nbs/23d_bench.ipynb #87302ea3
 def _jobs(shapes, repeats, cycles, small):
@@ -39,6 +40,7 @@ def _jobs(shapes, repeats, cycles, small):
         rollout=[partial(rollout_rows, large, repeats=min(repeats, 3), **toy)],
         pack=[partial(pack_rows, large, (40, 36, 50) if small else (1024,) * 16, min(repeats, 5), compiled=not small)],
         curves=[partial(curve_rows, *((2, 6) if small else ()))],
+        publish=[partial(publish_rows, large, versions=repeats, **(dict(servers=1, clients=2, max_tokens=16) if small else {}))],
         **{case: [partial(step_row, case, large, **sizes)] for case in CASES})
 
 # %% ../nbs/23d_bench.ipynb #b0c3a868
@@ -97,8 +99,8 @@ def main(
     argv:list[str]|None=None, # arguments after `grpo-colab bench`
 ) -> int: # exit code; 1 when a measurement failed
     "Measure, print the claims, and write the file."
-    p = argparse.ArgumentParser(prog="grpo-colab bench", description="Measure beside TRL and beside the limit, in one run.")
-    p.add_argument("name", choices=[*PARTS], help="one of the notebooks 23b to 23cd")
+    p = argparse.ArgumentParser(prog="grpo-colab bench", description="Measure beside TRL and beside the limit. `bench proxy --help`: its own.")
+    p.add_argument("name", choices=[*PARTS], help="one of the notebooks 23b to 23ce")
     p.add_argument("--shapes", nargs="+", choices=[*SHAPES, "toy"],
                    help="default: toy on a CPU; on a GPU all of sync, else the first two; where one is measured, the second")
     p.add_argument("--repeats", type=int, default=20, help="of each measurement (%(default)s)")

@@ -15,6 +15,8 @@ from . import __version__
 COMMANDS = {
     "demo": "train a toy policy with GRPO on real vLLM and write a report",
     "train": "train a policy as a YAML config says",
+    "serve": "vLLM servers that take adapters while they run, and the proxy before them",
+    "proxy": "one address for vLLM servers: adapters on all of them, requests where their prefix is cached",
     "bench": "measure beside TRL and beside the limit",
     "doctor": "say what would break a run on this machine, and the remedy",
 }
@@ -48,7 +50,8 @@ def main(
         command = _parser().parse_args(argv[:1]).command
         with warnings.catch_warnings():  # TRL calls what Transformers renamed; nobody here can change that
             warnings.filterwarnings("ignore", ".*deprecated and will be removed in v6", FutureWarning)
-            return importlib.import_module(f"grpo_colab.{command}").main(argv[1:])
+            own = argv[:2] == ["bench", "proxy"]  # its parts and sizes are others than those of GPUs
+            return importlib.import_module("grpo_colab.bench_proxy" if own else f"grpo_colab.{command}").main(argv[1 + own:])
     except SystemExit as e: return e.code if isinstance(e.code, int) else int(e.code is not None)
     except KeyboardInterrupt:
         if debug: raise
