@@ -41,8 +41,8 @@ def spent(
 CASES = dict(grpo=(200, 1000), long=(6000, 6000), small=(30, 34)) #: case → least and most tokens of a prompt
 
 def cpu_rows(
-    repeats:int=7,   # rounds, in turns
-    groups:int=100,  # prompts a round, each eight times
+    repeats:int=5,   # rounds, in turns
+    groups:int=250,  # prompts a round, each eight times: the account of CPU time has steps of 10 ms
     cases:tuple=tuple(CASES), # keys of it
     peers:tuple=PEERS, # of `programs`
 ) -> list[dict]: # µs a request of each
