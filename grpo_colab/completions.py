@@ -83,7 +83,15 @@ async def __aexit__(self:_Sent, kind, e, trace):
         c.counts.add(up.url, adapter, lost=1)
         raise _Elsewhere(f"{up.url}: {kind.__name__}") from None
 
-# %% ../nbs/12g_completions.ipynb #33936d5f
+# %% ../nbs/12g_completions.ipynb #4938ed4f
+async def _all(calls):
+    "What they return; when one fails, the others end."
+    jobs = [asyncio.ensure_future(call) for call in calls]
+    try: return await asyncio.gather(*jobs)
+    finally:
+        for job in jobs: job.cancel()
+
+# %% ../nbs/12g_completions.ipynb #54cd937c
 @patch
 async def answer(self:Completions,
     request:web.BaseRequest, # for completions or chat
@@ -102,7 +110,7 @@ async def answer(self:Completions,
     try:
         if body.get("stream") is True: return await self._stream(request, path, parts, data, headers, group)
         todo = [self._whole(path, p, d, headers, group) for p, d in zip(parts, data)]
-        said = [await todo[0]] if len(todo) == 1 else await asyncio.gather(*todo)
+        said = [await todo[0]] if len(todo) == 1 else await _all(todo)
     finally: self.inflight -= n
     if len(said) == 1 or any(s[0] != 200 for s in said):
         code, back, payload = next((s for s in said if s[0] != 200), said[0])
