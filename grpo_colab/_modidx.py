@@ -82,6 +82,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'grpo_colab.bench_pack.pack_rows': ('bench_pack.html#pack_rows', 'grpo_colab/bench_pack.py'),
                                        'grpo_colab.bench_pack.padded_pass': ('bench_pack.html#padded_pass', 'grpo_colab/bench_pack.py'),
                                        'grpo_colab.bench_pack.sequences': ('bench_pack.html#sequences', 'grpo_colab/bench_pack.py'),
+                                       'grpo_colab.bench_pack.shared_rows': ('bench_pack.html#shared_rows', 'grpo_colab/bench_pack.py'),
                                        'grpo_colab.bench_pack.trl_trainer': ('bench_pack.html#trl_trainer', 'grpo_colab/bench_pack.py')},
             'grpo_colab.bench_passing': { 'grpo_colab.bench_passing._drain': ('bench_passing.html#_drain', 'grpo_colab/bench_passing.py'),
                                           'grpo_colab.bench_passing._hold': ('bench_passing.html#_hold', 'grpo_colab/bench_passing.py'),

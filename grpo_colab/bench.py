@@ -13,7 +13,7 @@ from pathlib import Path
 from . import compat
 from .bench_curves import curve_claims, curve_rows
 from .bench_memory import memory_claims, one_base_row, peak_row, sleep_rows, teardown_row
-from .bench_pack import pack_claims, pack_rows
+from .bench_pack import pack_claims, pack_rows, shared_rows
 from .bench_publish import publish_claims, publish_rows
 from .bench_rollout import rollout_claims, rollout_rows
 from .bench_step import CASES, step_claims, step_row
@@ -22,7 +22,7 @@ from .bench_sync import SHAPES, decode_rows, result, slot_rows, sync_claims, syn
 # %% ../nbs/23d_bench.ipynb #1ef9013b
 #: bench -> its parts, in the order of measuring
 PARTS = dict(sync=("sync", "decode", "slot"), memory=("peak", "sleep", "one_base", "teardown"), rollout=("rollout",),
-             pack=("pack",), step=tuple(CASES), curves=("curves",), publish=("publish",))
+             pack=("pack", "shared"), step=tuple(CASES), curves=("curves",), publish=("publish",))
 #: bench -> rows to claims
 CLAIMS = dict(sync=sync_claims, memory=memory_claims, rollout=rollout_claims, pack=pack_claims, step=step_claims,
               curves=curve_claims, publish=publish_claims)
@@ -39,6 +39,7 @@ def _jobs(shapes, repeats, cycles, small):
         one_base=[partial(one_base_row, large)], teardown=[partial(teardown_row, cycles)],
         rollout=[partial(rollout_rows, large, repeats=min(repeats, 3), **toy)],
         pack=[partial(pack_rows, large, (40, 36, 50) if small else (1024,) * 16, min(repeats, 5), compiled=not small)],
+        shared=[partial(shared_rows, large, *((24, 8, 4) if small else ()), repeats=min(repeats, 5))],
         curves=[partial(curve_rows, *((2, 6) if small else ()))],
         publish=[partial(publish_rows, large, versions=repeats, **(dict(servers=1, clients=2, max_tokens=16) if small else {}))],
         **{case: [partial(step_row, case, large, **sizes)] for case in CASES})
