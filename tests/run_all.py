@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-TIMES = Path(sys.prefix)/"notebook-times.json"  # seconds of the last run, to start the longest first
+TIMES = Path(sys.prefix)/"test-times.json"  # seconds of the last run, to start the longest first
 LIMIT, PYTEST_LIMIT = 600, 1200  # s
 SPOILERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_", "VLLM_", "PYTORCH_", "TORCH", "HF_HUB_",
             "TRANSFORMERS_", "TRL_", "PLOTLY_", "GRPO_COLAB_", "IN_TEST", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE",
@@ -163,50 +163,52 @@ def run_check(name: str, check, remedy: str) -> Result:
     return Result(name, not wrong, time.time() - start, "\n".join(wrong + [remedy]))
 
 
-def run_pytest(root: Path, flags: str) -> list[Result]:
+def test_file(path: Path, root: Path, flags: str) -> list[Result]:
     "A result for each test. A skipped one has failed, unless its reason says what this machine lacks: 'needs …'."
-    start = time.time()
+    start, name = time.time(), str(path.relative_to(root))
     with tempfile.TemporaryDirectory() as d:
         xml = Path(d)/"results.xml"
-        code, text = run([sys.executable, "-m", "pytest", "tests", "-q", "--color=no", f"--junitxml={xml}",
+        code, text = run([sys.executable, "-m", "pytest", path, "-q", "--color=no", f"--junitxml={xml}", "-p", "no:cacheprovider",
                           f"--flags={flags}"], root, PYTEST_LIMIT)
         cases = list(ElementTree.parse(xml).getroot().iter("testcase")) if xml.exists() else []
-    results = []
+    results, left_out = [], 0
     for case in cases:
         lacks = [c.get("message", "") for c in case if c.tag == "skipped" and c.get("message", "").startswith("needs ")]
         if lacks:
             print(f"left out  {case.get('name')}: {lacks[0]}", flush=True)
+            left_out += 1
             continue
         bad = [child for child in case if child.tag in ("failure", "error", "skipped")]
         why = "\n".join(f"{b.tag}: {b.text or b.get('message')}" for b in bad)
-        name = f"{case.get('classname', '').replace('.', '/')}::{case.get('name')}"
-        results.append(Result(name, not bad, float(case.get("time", 0)), why))
-    if not results or (code and all(r.ok for r in results)):  # broke down, or left a process behind
-        results.append(Result("pytest", False, time.time() - start, text))
+        results.append(Result(f"{name}::{case.get('name')}", not bad, float(case.get("time", 0)), why))
+    if not (results or left_out) or (code and all(r.ok for r in results)):  # broke down, or left a process behind
+        results.append(Result(name, False, time.time() - start, text))
     return results
 
 
-def order(notebooks: list[Path], root: Path) -> list[Path]:
-    "Longest first, as the last run had it; before a first run those that start engines."
+def order(paths: list[Path], root: Path) -> list[Path]:
+    "Longest first, as the last run had it; before a first run tests, then notebooks that start engines."
     times = json.loads(TIMES.read_text()) if TIMES.exists() else {}
-    guess = lambda p: sum(p.read_text().count(word) for word in ("Engine(", "Trainer(", "run_demo("))
-    return sorted(notebooks, key=lambda p: -times.get(str(p.relative_to(root)), guess(p)))
+    guess = lambda p: 1000 * (p.suffix == ".py") + sum(p.read_text().count(w) for w in ("Engine(", "Trainer(", "run_demo(", "Popen("))
+    return sorted(paths, key=lambda p: -times.get(str(p.relative_to(root)), guess(p)))
 
 
-def run_notebooks(notebooks: list[Path], root: Path, flags: str, limit: float) -> list[Result]:
-    "At most two at once: more would only wait for each other's cores."
+def run_paths(paths: list[Path], root: Path, flags: str, limit: float) -> list[Result]:
+    "Notebooks and test files, at most two at once: more would only wait for each other's cores."
+    times = json.loads(TIMES.read_text()) if TIMES.exists() else {}
     def work(path):
-        result = test_notebook(path, root, flags, limit)
-        result.show()
-        return result
+        start = time.time()
+        results = test_file(path, root, flags) if path.suffix == ".py" else [test_notebook(path, root, flags, limit)]
+        for r in results: r.show()
+        times[str(path.relative_to(root))] = round(time.time() - start, 1)
+        return results
     pool = ThreadPoolExecutor(2)
-    try: results = list(pool.map(work, order(notebooks, root)))
+    try: results = [r for some in pool.map(work, order(paths, root)) for r in some]
     except KeyboardInterrupt:
         for group in list(RUNNING): os.killpg(group, signal.SIGKILL)
         raise
     finally: pool.shutdown(cancel_futures=True)
-    times = json.loads(TIMES.read_text()) if TIMES.exists() else {}
-    try: TIMES.write_text(json.dumps(times | {r.name: round(r.seconds, 1) for r in results}, indent=1))
+    try: TIMES.write_text(json.dumps(times, indent=1))
     except OSError: pass
     return results
 
@@ -230,12 +232,10 @@ def main(argv: list[str] | None = None) -> int:
         check("exports", lambda: check_exports(root), "Run nbdev_export; change notebooks, not the package.")
         check("README.md", lambda: check_readme(root), "Run make readme.")
         notebooks = [*root.glob("nbs/[!_.]*.ipynb"), *root.glob("examples/[!_.]*.ipynb")]
-    results += run_notebooks(notebooks, root, args.flags, args.limit)
+    tests = [] if args.notebooks else [*root.glob("tests/test_*.py")]
+    results += run_paths(notebooks + tests, root, args.flags, args.limit)
     if not notebooks: results.append(Result("notebooks", False, 0, "there is none"))
     if not args.notebooks:
-        tests = run_pytest(root, args.flags)
-        for r in tests: r.show()
-        results += tests
         check("no files left behind", lambda: sorted(files(root) - before), "Write to a temporary folder; remove it.")
     passed = sum(r.ok for r in results)
     failed = [r.name for r in results if not r.ok]

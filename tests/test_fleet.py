@@ -72,6 +72,7 @@ def model(tmp_path_factory):
     from grpo_colab import toys
     where, tokenizer = tmp_path_factory.mktemp("toy")/"model", toys.toy_tokenizer()
     toys.save_toy(where, toys.toy_model(tokenizer), tokenizer)
+    torch.manual_seed(0)
     policy = get_peft_model(toys.toy_model(tokenizer), LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
     with torch.no_grad():
         for n, p in policy.named_parameters():

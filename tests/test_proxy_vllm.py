@@ -2,6 +2,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,6 +15,7 @@ import aiohttp
 import openai
 import pytest
 
+from grpo_colab.lora_sync import AdapterStore
 from grpo_colab.members import Members
 from grpo_colab.prefix_proxy import Proxy
 from grpo_colab.replicas import kv_cache
@@ -33,6 +35,7 @@ def toy(tmp_path_factory):
     where = tmp_path_factory.mktemp("toy")
     tokenizer = toys.toy_tokenizer()
     toys.save_toy(where/"model", toys.toy_model(tokenizer), tokenizer)
+    torch.manual_seed(0)
     for name in ("v1", "v2"):
         policy = get_peft_model(toys.toy_model(tokenizer), LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
         with torch.no_grad():
@@ -146,6 +149,52 @@ def test_standin_is_like_vllm(vllm, toy):
     cached = [[s[3]["usage"]["prompt_tokens_details"]["cached_tokens"] for s in said if s[1] == "/v1/completions" and s[2] == 200]
               for said in (ours, theirs)]
     assert cached[0][:2] == cached[1][:2] == [0, 32]
+
+
+async def shown_late(here, there, seconds):
+    "Copy what is in one directory to another, so much later, the weights half first: a mount that shows a version late."
+    await asyncio.sleep(seconds)
+    for path in sorted(here.rglob("*")):
+        to = there/path.relative_to(here)
+        if path.is_dir(): to.mkdir(parents=True, exist_ok=True)
+        elif path.suffix != ".safetensors": shutil.copy(path, to)
+        else:
+            to.write_bytes(path.read_bytes()[:1000])
+            await asyncio.sleep(.5)
+            shutil.copy(path, to)
+
+
+def test_version_that_is_seen_late(servers, toy, tmp_path):
+    "Published here, mounted elsewhere and seen there 2 s later: both servers have it, and answer as PEFT does."
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    policy = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(toy/"model", dtype=torch.float32), toy/"v1")
+    here, there = tmp_path/"here", tmp_path/"there"
+    with torch.no_grad(): want = policy.generate(torch.tensor([IDS]), max_new_tokens=8, do_sample=False)[0, len(IDS):].tolist()
+
+    async def main():
+        async with Proxy(Members([url for _, url in servers], patience=30, period=.2)) as proxy:
+            url = await proxy.start()
+            with AdapterStore(here, base=str(toy/"model"), max_rank=8, seen_as=str(there)) as store:
+                adapter, begun = store.publish(policy, 1), time.perf_counter()
+                mount = asyncio.create_task(shown_late(here, there, 2.))
+                async with aiohttp.ClientSession() as http:
+                    async with http.post(url + "/v1/load_lora_adapter",
+                                         json=dict(lora_name=adapter.name, lora_path=adapter.path)) as r:
+                        assert r.status == 200, await r.text()
+                    took = time.perf_counter() - begun
+                    await mount
+                    for _, one in servers:
+                        ask = dict(model=adapter.name, prompt=IDS, max_tokens=8, temperature=0, return_token_ids=True)
+                        async with http.post(one + "/v1/completions", json=ask) as r:
+                            assert (await r.json())["choices"][0]["token_ids"] == want
+                    async with http.post(url + "/v1/unload_lora_adapter", json=dict(lora_name=adapter.name)) as r:
+                        assert r.status == 200
+                return took
+    took = asyncio.run(main())
+    print(f"seen after 2.5 s, confirmed by both after {took:.2f} s")
+    assert 2.5 <= took < 20
 
 
 def test_proxy_before_two(servers, toy):
