@@ -6,14 +6,14 @@
 __all__ = ['hits', 'hit_rows', 'servers', 'real_hit_rows', 'hit_claims']
 
 # %% ../nbs/23fb_bench_hits.ipynb #c671743a
-import asyncio, os, subprocess, sys, tempfile, time
+import asyncio, tempfile
 from collections import Counter
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager
 
 import aiohttp
 
 from . import toys
-from .bench_processes import free_port
+from .fleet import Fleet
 from .members import Members
 from .prefix_proxy import Proxy
 from .simulated_replica import ceiling, grpo_load
@@ -68,46 +68,21 @@ def hit_rows(
             return await hits(urls, grpo_load(groups=count), in_flight, groups)
     return [_row("proxy_hits", asyncio.run(run(True))), _row("proxy_hits_without_groups", asyncio.run(run(False)))]
 
-# %% ../nbs/23fb_bench_hits.ipynb #2b74e50d
+# %% ../nbs/23fb_bench_hits.ipynb #d27b0a0a
 @contextmanager
 def servers(
     count:int=2, # of them
     blocks:int=2000, # of each one's cache
 ): # a list of addresses
-    "vLLM servers of a toy model, as processes. Raises `RuntimeError` for one that does not start."
+    "vLLM servers of a toy model, as processes. Raises `FleetError` for one that does not start."
     tokenizer = toys.toy_tokenizer()
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+    flags = dict(enforce_eager=True, dtype="float32", block_size=16, max_num_seqs=32, num_gpu_blocks_override=blocks, lora_rank=0,
+                 env=dict(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", OMP_NUM_THREADS="1"))
+    with tempfile.TemporaryDirectory() as folder:
         toys.save_toy(folder, toys.toy_model(tokenizer, context=1024), tokenizer)
-        env = os.environ | dict(VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", OMP_NUM_THREADS="1")
-        words = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--served-model-name", "toy",
-            "--host", "127.0.0.1", "--enforce-eager", "--dtype", "float32", "--block-size", "16", "--max-num-seqs", "32",
-            "--num-gpu-blocks-override", str(blocks), "--enable-prompt-tokens-details"]
-        ports = [free_port() for _ in range(count)]
-        for port in ports:
-            child = subprocess.Popen([*words, "--port", str(port)], env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-            stack.callback(_end, child)
-        urls = [f"http://127.0.0.1:{port}" for port in ports]
-        asyncio.run(_up(urls))
-        yield urls
+        with Fleet.local(count, folder, gpus=[], name="toy", progress=False, **flags) as fleet: yield fleet.addresses
 
-# %% ../nbs/23fb_bench_hits.ipynb #bb257add
-def _end(child):
-    child.terminate()
-    try: child.wait(20)
-    except subprocess.TimeoutExpired: child.kill(); child.wait()
-
-# %% ../nbs/23fb_bench_hits.ipynb #ee3d0a21
-async def _up(urls, seconds=180):
-    end = time.monotonic() + seconds
-    async with aiohttp.ClientSession() as http:
-        for url in urls:
-            while time.monotonic() < end:
-                try:
-                    async with http.get(url + "/health") as r:
-                        if r.status == 200: break
-                except aiohttp.ClientError: await asyncio.sleep(.3)
-            else: raise RuntimeError(f"{url}: no vLLM server after {seconds} s: start one by hand to see why")
-
+# %% ../nbs/23fb_bench_hits.ipynb #5f414df8
 def real_hit_rows(
     count:int=40,      # groups of eight
     in_flight:int=64,  # requests

@@ -6,7 +6,7 @@
 __all__ = ['WHOLE', 'serve', 'python', 'stub', 'passing', 'ours', 'router', 'free_port', 'cpu_seconds', 'grpo_bodies', 'send']
 
 # %% ../nbs/23f_bench_processes.ipynb #7b4a1977
-import asyncio, json, os, random, shutil, socket, subprocess, sys, time
+import asyncio, json, os, random, shutil, subprocess, sys, time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +15,8 @@ import orjson
 from aiohttp import web
 
 import grpo_colab
+from .proxy import PROGRAM
+from .watched import reserve_port
 
 # %% ../nbs/23f_bench_processes.ipynb #cd585791
 _HEAD = dict(id="cmpl-0123456789abcdef", object="text_completion", created=1_700_000_000, model="toy")
@@ -104,7 +106,7 @@ def ours(
     *upstreams:str, # addresses of servers
 ): # a context: (process, address)
     "`grpo-colab proxy`, as a process."
-    return python("import sys; from grpo_colab.proxy import main; sys.exit(main(sys.argv[1:]))", "--port", "0", "--quiet",
+    return python(PROGRAM, "--port", "0", "--quiet",
                   *[word for url in upstreams for word in ("--replica", url)])
 
 @contextmanager
@@ -127,9 +129,7 @@ def router(
 # %% ../nbs/23f_bench_processes.ipynb #0d9c965e
 def free_port() -> int: # a number
     "A port of 127.0.0.1 that nobody listens on, at the moment."
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    with reserve_port() as s: return s.getsockname()[1]
 
 def _waits(child, url, seconds=60):
     "Until a request goes through."

@@ -6,16 +6,14 @@
 __all__ = ['PARTS', 'proxy_claims', 'main']
 
 # %% ../nbs/23fd_bench_proxy.ipynb #4dbf66f6
-import argparse, json
+import argparse
 from functools import partial
 from pathlib import Path
 
-from . import compat
-from .bench import kept, measure
+from .bench import measure, write
 from .bench_hits import hit_claims, hit_rows, real_hit_rows
 from .bench_passing import cpu_rows, idle_rows, passing_claims, stream_rows
 from .bench_soak import soak_claims, soak_rows
-from .bench_sync import result
 
 # %% ../nbs/23fd_bench_proxy.ipynb #3b4d84fe
 #: part → what measures it, as it is meant, and small
@@ -28,17 +26,6 @@ def proxy_claims(
 ) -> dict: # claim → number
     "What the rows say."
     return hit_claims(rows) | passing_claims(rows) | soak_claims(rows)
-
-def _write(path, command, rows):
-    "The file so far: whole, or as it was."
-    if not path: return
-    found = result(command, rows, {})
-    found["rows"] = kept(json.loads(path.read_text()) if path.exists() else {}, rows, found["machine"]) + rows
-    found["versions"] |= {name: compat.installed(name) for name in ("aiohttp", "orjson", "xxhash")}
-    found["claims"] = proxy_claims(found["rows"])
-    half = path.with_suffix(".half")
-    half.write_text(json.dumps(found, indent=1) + "\n")
-    half.replace(path)
 
 # %% ../nbs/23fd_bench_proxy.ipynb #7cd7a4a0
 def main(
@@ -53,7 +40,8 @@ def main(
     chosen = [part for part in PARTS if part in args.only]
     command = "grpo-colab bench proxy" + " --small" * args.small
     if len(chosen) < len(PARTS): command += " --only " + " ".join(chosen)
-    rows, failed = measure([PARTS[part][args.small] for part in chosen], partial(_write, args.json, command))
+    after = partial(write, args.json, command, proxy_claims, packages=("aiohttp", "orjson", "xxhash"))
+    rows, failed = measure([PARTS[part][args.small] for part in chosen], after)
     for name, number in proxy_claims(rows).items(): print(f"{name:45} {number}")
     if failed: print(f"{failed} measurements failed")
     return int(failed > 0)

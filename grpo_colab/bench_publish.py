@@ -7,7 +7,7 @@ __all__ = ['base_directory', 'request', 'Load', 'client', 'busy', 'counter', 'pr
            'measure_publish', 'publish_rows', 'publish_claims']
 
 # %% ../nbs/23ce_bench_publish.ipynb #98ba4782
-import contextlib, http.client, json, re, statistics, tempfile, threading, time
+import contextlib, http.client, json, statistics, tempfile, threading, time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from . import compat, toys
 from .bench_sync import now, random_policy, with_lora
 from .fleet import Fleet
 from .lora_sync import AdapterStore
+from .replicas import counted
 
 # %% ../nbs/23ce_bench_publish.ipynb #02a2b8f8
 def base_directory(
@@ -100,9 +101,9 @@ def counter(
     name:str, # of a counter
 ) -> float: # the sum over its labels
     "A counter of Prometheus. Raises `KeyError` when it is not there: then nothing is known."
-    found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? (\S+)$", text, re.M)
-    if not found: raise KeyError(name)
-    return sum(map(float, found))
+    found = counted(text, name)
+    if found is None: raise KeyError(name)
+    return found
 
 def preemptions(
     urls:list[str], # of servers

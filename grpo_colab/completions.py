@@ -137,19 +137,15 @@ async def _whole(self:Completions, path, part, data, headers, group):
 async def _stream(self:Completions, request, path, parts, data, headers, group):
     "Pass the streams of all parts on, as one."
     out, braid = web.StreamResponse(), Braid(parts) if len(parts) > 1 else None
-    jobs = [asyncio.create_task(self._pass(request, out, braid, i, path, p, d, headers, group))
-            for i, (p, d) in enumerate(zip(parts, data))] if braid else []
+    todo = [self._pass(request, out, braid, i, path, p, d, headers, group) for i, (p, d) in enumerate(zip(parts, data))]
     try:
-        if not braid: early = await self._pass(request, out, None, 0, path, parts[0], data[0], headers, group)
-        else: early = next((e for e in await asyncio.gather(*jobs) if e), None)
+        early = next((e for e in await _all(todo) if e), None) if braid else await todo[0]
         if early and not out.prepared: return web.Response(body=early[2], status=early[0], headers=early[1])
         if early: await out.write(error_event("a part of the request was refused"))
         elif braid: await out.write(braid.finish())
     except (_Elsewhere, Refused) as e:
         if not out.prepared: raise e if isinstance(e, Refused) else Refused(502, str(e), "upstream_error") from None
         await out.write(error_event(f"the replica was lost in the middle of the answer ({e}): send the request again"))
-    finally:
-        for j in jobs: j.cancel()
     await out.write_eof()
     return out
 

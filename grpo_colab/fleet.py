@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from .hub_jobs import run_jobs
 from .keeper import Lease, stop_kept, sweep_leases
+from .proxy import PROGRAM
 from .replicas import Upstream
 from .vllm_server import log_tail, place, visible_gpus, vllm_command, vllm_environment
 from .watched import FleetError, Watched, healthy, reserve_port
@@ -223,8 +224,7 @@ def jobs(cls:Fleet,
 
 # %% ../nbs/13d_fleet.ipynb #2c7e2f6e
 def _proxy_command(urls, port, state, base):
-    program = "import sys; from grpo_colab.proxy import main; sys.exit(main(sys.argv[1:]))"
-    return [sys.executable, "-c", program, *(x for u in urls for x in ("--replica", u)), "--port", port, "--state", state,
+    return [sys.executable, "-c", PROGRAM, *(x for u in urls for x in ("--replica", u)), "--port", port, "--state", state,
             *(("--base", base) if base else ())]
 
 def _proxy_environment(**secrets):

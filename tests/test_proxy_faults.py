@@ -17,6 +17,7 @@ from grpo_colab.desired_state import LOAD, read_state
 from grpo_colab.guard import ROUTES, Tokens
 from grpo_colab.members import Members
 from grpo_colab.prefix_proxy import Proxy
+from grpo_colab.proxy import PROGRAM
 from grpo_colab.standin_replica import Standin, answer_ids, answer_text
 
 USER, CHIEF = "user" * 8, "chief" * 8
@@ -163,9 +164,6 @@ def test_replica_killed_around_a_load(tmp_path):
                     assert victim.adapters.keys() == m.state.adapters.keys() and victim.served == counted
         for r in replicas: await r.stop()
     asyncio.run(main())
-
-
-PROGRAM = "import sys; from grpo_colab.proxy import main; sys.exit(main(sys.argv[1:]))"
 
 
 async def program(*args, **env):

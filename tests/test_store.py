@@ -1,12 +1,11 @@
 """The adapter store between processes: an adapter in shards over two ranks, and trainers that fight for one run."""
-import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from two_ranks import run_ranks
 
 from grpo_colab.compat import installed
 
@@ -15,21 +14,9 @@ KINDS = ["fsdp2", *(["zero3"] if installed("deepspeed") else [])]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory, seconds=300):
+def ranks(tmp_path_factory):
     "Run `store_run.py` on two ranks; what each found."
-    out = tmp_path_factory.mktemp("store")
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone",
-               HERE/"store_run.py", out]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    env |= dict(PYTHONPATH=str(HERE.parent), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1")
-    p = subprocess.Popen(list(map(str, command)), env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                         stderr=subprocess.STDOUT, start_new_session=True)
-    try: printed, _ = p.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(p.pid, signal.SIGKILL)
-        raise AssertionError(f"not done after {seconds} s:\n{p.communicate()[0][-4000:]}") from None
-    assert p.returncode == 0, printed[-6000:]
-    return [json.loads((out/f"rank{r}.json").read_text()) for r in range(2)]
+    return run_ranks("store_run.py", tmp_path_factory.mktemp("store"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,0 +1,24 @@
+"""A script on two processes under torchrun, over gloo on the CPU."""
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def run_ranks(script: str, out: Path, seconds: float = 300, **env) -> list:
+    "What each of two ranks found, from `out/rank{r}.json`. Both must end in time, with exit code 0."
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", HERE/script, out]
+    outer = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    env = outer | dict(PYTHONPATH=str(HERE.parent), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1") | env
+    p = subprocess.Popen(list(map(str, command)), env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                         stderr=subprocess.STDOUT, start_new_session=True)
+    try: printed, _ = p.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(p.pid, signal.SIGKILL)
+        raise AssertionError(f"not done after {seconds} s:\n{p.communicate()[0][-4000:]}") from None
+    assert p.returncode == 0, printed[-6000:]
+    return [json.loads((out/f"rank{r}.json").read_text()) for r in range(2)]
