@@ -7,7 +7,7 @@ __all__ = ['KEYS', 'rows_of', 'Row', 'real_lengths', 'make_row', 'same_prompts',
 
 # %% ../nbs/07_packing.ipynb #c6da415d
 from bisect import bisect_left, insort
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from heapq import heapreplace
 
 import numpy as np
@@ -84,9 +84,9 @@ class Row:
     where:torch.Tensor         # [C] int64: positions in the row whose hidden state predicts a completion token
     labels:torch.Tensor        # [C] int64: those tokens
     at:torch.Tensor            # [C] int64: their places in the flattened [B, T] completions
-    keys:torch.Tensor|None=None    # [K] int64: positions that each sequence sees, one after the other; None: its own
-    cu_keys:torch.Tensor|None=None # [S + 1] int32: where those of each sequence begin, and their end
-    max_keys:int|None=None         # most of one sequence
+    keys:torch.Tensor|None     # [K] int64: positions that each sequence sees, one after the other; None: its own
+    cu_keys:torch.Tensor       # [S + 1] int32: where those of each sequence begin, and their end
+    max_keys:int               # most of one sequence
 
 # %% ../nbs/07_packing.ipynb #0b2b41e7
 def real_lengths(
@@ -188,8 +188,8 @@ def make_row(
     arrays, longest, most = _layout(b, p, c, lead, prompt_ids.shape, completion_ids.shape[1], pad_to)
     source, position, cu, where, at, keys, cu_keys = _to(prompt_ids.device, *arrays)
     ids = torch.cat([prompt_ids.flatten(), completion_ids.flatten()])[source]
-    row = Row(ids[None], position[None], cu.int(), longest, where, completion_ids.flatten()[at], at)
-    return replace(row, keys=keys, cu_keys=cu_keys.int(), max_keys=most) if len(keys) else row
+    if not len(keys): keys, cu_keys = None, cu
+    return Row(ids[None], position[None], cu.int(), longest, where, completion_ids.flatten()[at], at, keys, cu_keys.int(), most)
 
 # %% ../nbs/07_packing.ipynb #2d8ceb40
 def same_prompts(

@@ -98,9 +98,8 @@ def row_kwargs(
     "What a model is called with for a row."
     mask = row.input_ids.new_zeros((1, 1, 0, 0), dtype=torch.bool)
     return dict(input_ids=row.input_ids, position_ids=row.position_ids, attention_mask=mask, use_cache=False,
-                cu_seq_lens_q=row.cu_seqlens, max_length_q=row.max_length, **(
-                dict(cu_seq_lens_k=row.cu_seqlens, max_length_k=row.max_length) if row.keys is None else
-                dict(cu_seq_lens_k=row.cu_keys, max_length_k=row.max_keys, row_keys=row.keys)))
+                cu_seq_lens_q=row.cu_seqlens, cu_seq_lens_k=row.cu_keys, max_length_q=row.max_length, max_length_k=row.max_keys,
+                row_keys=row.keys)
 
 # %% ../nbs/07a_varlen.ipynb #ee300216
 def _configs(model):
