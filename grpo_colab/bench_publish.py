@@ -190,7 +190,7 @@ def publish_rows(
     "Start servers, measure, and end them."
     policy = random_policy(shape)
     flags = dict(load_format="dummy", dtype="float32", enforce_eager=True) if compat.on_cpu() else dict(load_format="dummy")
-    flags |= dict(name="base", memory=.6, max_model_len=max_tokens + 64, progress=False)
+    flags |= dict(name="base", memory=.6, max_model_len=max_tokens + 64, max_num_seqs=64)  # few sizes of CUDA graphs to record
     with tempfile.TemporaryDirectory() as d, Fleet.local(servers, base_directory(policy, d), **flags) as fleet:
         found = measure_publish(with_lora(policy), fleet.addresses, versions, max_tokens=max_tokens, **load)
     if found["failed"]: raise RuntimeError(f"{len(found['failed'])} requests failed, the first with {found['failed'][0]}")
