@@ -108,7 +108,7 @@ def take(self:RolloutWorker,
     self._poke()
     return taken
 
-# %% ../nbs/14d_rollout_worker.ipynb #6395726d
+# %% ../nbs/14d_rollout_worker.ipynb #71270c44
 @patch
 def drain(self:RolloutWorker,
     patience:float|None=None, # seconds to wait; None: as long as it takes
@@ -119,6 +119,16 @@ def drain(self:RolloutWorker,
         self.hand.lock.wait_for(lambda: self._error or not self.hand.flying, patience)
         self._check()
         return len(self.hand.flying)
+
+# %% ../nbs/14d_rollout_worker.ipynb #7f00e9a3
+@patch
+def fail(self:RolloutWorker,
+    error:Exception, # what happened elsewhere, such as where versions are published
+):
+    "Let whoever waits in `take` or `drain` know that it is in vain."
+    with self.hand.lock:
+        self._error = error
+        self.hand.lock.notify_all()
 
 @patch
 def resume(self:RolloutWorker):
@@ -174,7 +184,8 @@ def _run(self:RolloutWorker):
     while isinstance(error, BaseExceptionGroup): error = error.exceptions[0]
     with self.hand.lock:
         self.hand.abandon()
-        self._requests, self._error, self._loop = 0, None if isinstance(error, _Stop) else error, None
+        self._requests, self._loop = 0, None
+        if not isinstance(error, _Stop): self._error = error
         self.hand.lock.notify_all()
 
 class _Stop(Exception): "It was told to."
