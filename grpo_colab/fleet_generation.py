@@ -19,7 +19,7 @@ from .rollouts import Rollouts, from_lists
 # %% ../nbs/15b_fleet_generation.ipynb #4eb90a42
 from trl import is_conversational
 
-# %% ../nbs/15b_fleet_generation.ipynb #5cd891e7
+# %% ../nbs/15b_fleet_generation.ipynb #0dc071bc
 def in_a_loop(
     coroutine, # what is to be done
 ): # what it returns
@@ -35,6 +35,7 @@ def in_a_loop(
     if error is not None: raise error
     return result
 
+# %% ../nbs/15b_fleet_generation.ipynb #24f8538f
 async def ask_all(
     client:CompletionClient, # not opened yet
     model:str,          # name of the adapter
@@ -64,8 +65,8 @@ def text_both_ways(
     tokenizer = copy.deepcopy(tokenizer)
     def encode(row):
         if not is_conversational(row): return tokenizer(text=[row["prompt"]])["input_ids"][0]
-        return tokenizer.apply_chat_template([row["prompt"]], chat_template=chat_template, add_generation_prompt=True, tokenize=True,
-                                             return_dict=True, **template_kwargs or {})["input_ids"][0]
+        told = dict(chat_template=chat_template, add_generation_prompt=True, tokenize=True, return_dict=True)
+        return tokenizer.apply_chat_template([row["prompt"]], **told | (template_kwargs or {}))["input_ids"][0]
     def decode(row, ids):
         texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
         return [[{"role": "assistant", "content": t}] for t in texts] if is_conversational(row) else texts
@@ -112,7 +113,7 @@ def sampling(self:FleetGeneration) -> dict: # for JSON
     if self.structured_outputs_regex: fields["structured_outputs"] = dict(regex=self.structured_outputs_regex)
     return fields | (self.generation_kwargs or {})
 
-# %% ../nbs/15b_fleet_generation.ipynb #418cde70
+# %% ../nbs/15b_fleet_generation.ipynb #72fe7213
 @patch
 def sample(self:FleetGeneration,
     prompts:list[list[int]], # prompts: token ids
@@ -127,6 +128,7 @@ def sample(self:FleetGeneration,
     try: return in_a_loop(asked)
     except BaseExceptionGroup as e: raise e.exceptions[0] from None
 
+# %% ../nbs/15b_fleet_generation.ipynb #251d484c
 @patch
 def generate(self:FleetGeneration,
     prompts:list[list[int]],  # this rank's prompts, each repeated as often as it is to be completed
