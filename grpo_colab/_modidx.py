@@ -52,6 +52,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'grpo_colab/async_lora.py'),
                                        'grpo_colab.async_lora.AsyncLoRAGRPOTrainer._failed': ( 'async_lora.html#asyncloragrpotrainer._failed',
                                                                                                'grpo_colab/async_lora.py'),
+                                       'grpo_colab.async_lora.AsyncLoRAGRPOTrainer._gap': ( 'async_lora.html#asyncloragrpotrainer._gap',
+                                                                                            'grpo_colab/async_lora.py'),
                                        'grpo_colab.async_lora.AsyncLoRAGRPOTrainer._new_run': ( 'async_lora.html#asyncloragrpotrainer._new_run',
                                                                                                 'grpo_colab/async_lora.py'),
                                        'grpo_colab.async_lora.AsyncLoRAGRPOTrainer._new_worker': ( 'async_lora.html#asyncloragrpotrainer._new_worker',

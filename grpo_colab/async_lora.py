@@ -184,7 +184,9 @@ def _begin_rollouts(self:AsyncLoRAGRPOTrainer):
         self._new_run()
     name, version = self.adapter(everywhere=True)
     if self.args.verify != "off": self._prove(name, version)
-    if self.accelerator.is_main_process: self.worker.start(name, version)
+    if self.accelerator.is_main_process:
+        self.worker.rewards = self.reward_funcs  # mended, perhaps
+        self.worker.start(name, version)
 
 # %% ../nbs/15d_async_lora.ipynb #17d1355b
 @patch
@@ -231,11 +233,26 @@ def memory(self:AsyncLoRAGRPOTrainer): # what `ColocateGRPOTrainer` asks for a s
     "Nobody shares this process's memory."
     return self.vllm_generation
 
-# %% ../nbs/15d_async_lora.ipynb #429d498b
+# %% ../nbs/15d_async_lora.ipynb #abc8e4f9
 GAP = .1 #: nats a token, on average, between sampler and policy; bfloat16 differs by .01 to .03
 
 @patch
 @torch.no_grad()
+def _gap(self:AsyncLoRAGRPOTrainer, prompt, completions, sampled):
+    "How far the policy's log-probs are from those of a sampler, nats a token."
+    gaps, was = [], self.model.training
+    self.model.eval()  # adapters may have dropout
+    with self.trace.span("verify", how="log-probs") as span:
+        for ids, theirs in zip(completions, sampled):
+            row = torch.tensor([[*prompt, *ids]], device=self.accelerator.device)
+            ours = self._get_per_token_logps_and_entropies(self.model, row, torch.ones_like(row), len(ids))[0]
+            gaps += (ours[0].float().cpu() - torch.tensor(theirs)).abs().tolist()
+        span.add(gap_nats=float(np.nanmean(gaps)))
+    self.model.train(was)
+    return float(np.nanmean(gaps))
+
+# %% ../nbs/15d_async_lora.ipynb #acc10060
+@patch
 def _prove(self:AsyncLoRAGRPOTrainer, name, version):
     "Compare log-probs, on all ranks. Raises `AdapterError`."
     told = [None]
@@ -244,14 +261,7 @@ def _prove(self:AsyncLoRAGRPOTrainer, name, version):
         r = self.vllm_generation.sample([prompt], 4, adapter=(name, version))
         told = [(prompt, [r.completion(i).tolist() for i in range(4)], [r.completion_logprobs(i).tolist() for i in range(4)])]
     if self.accelerator.num_processes > 1: broadcast_object_list(told)
-    (prompt, ids, sampled), device = told[0], self.accelerator.device
-    gaps = []
-    with self.trace.span("verify", how="log-probs") as span:
-        for completion, theirs in zip(ids, sampled):
-            row = torch.tensor([[*prompt, *completion]], device=device)
-            ours = self._get_per_token_logps_and_entropies(self.model, row, torch.ones_like(row), len(completion))[0]
-            gaps += (ours[0].float().cpu() - torch.tensor(theirs)).abs().tolist()
-        span.add(gap_nats=(gap := float(np.nanmean(gaps))))
+    gap = self._gap(*told[0])
     if gap < GAP: return
     raise AdapterError(f"a replica's log-probs differ from the policy's by {gap:.2f} nats a token: do the servers have this base "
                        "model, with logprobs_mode='processed_logprobs' where the temperature is not 1?")

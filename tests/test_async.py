@@ -1,0 +1,171 @@
+"""Drills of an asynchronous run: what dies, hangs or is full costs what it must, and says so."""
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from async_run import TOKENIZER, Each, short, trainer
+from grpo_colab import toys
+from grpo_colab.fleet import Fleet
+from grpo_colab.keeper import kin
+from grpo_colab.places import Directory
+from grpo_colab.publisher import ask_proxy
+from grpo_colab.rollout_worker import WorkerError
+from grpo_colab.scoring import RewardTimeout
+
+HERE = Path(__file__).resolve().parent
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    model = toys.toy_model(TOKENIZER, hidden=64, layers=1, heads=2, num_key_value_heads=1)
+    return toys.save_toy(tmp_path_factory.mktemp("base"), model, TOKENIZER)
+
+
+@pytest.fixture(scope="module")
+def fleet(base):
+    "Two real servers and a proxy."
+    os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", TORCH_COMPILE_DISABLE="1", OMP_NUM_THREADS="1")
+    small = dict(gpus=["toy"], memory=.2, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=64, lora_rank=8,
+                 num_gpu_blocks_override=200, block_size=16)
+    with Fleet.local(2, base, name="toy", max_staleness=2, progress=False, **small) as fleet:
+        fleet.proxy()
+        yield fleet
+
+
+def until(true, seconds=120):
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(.05)
+
+
+def logged(t): return [r for r in t.state.log_history if "loss" in r]
+
+
+def kill(watched):
+    "The server and its engine, not the keeper that watches over them."
+    family = kin(watched.keeper.pid)
+    assert family
+    for p in family: os.kill(p, signal.SIGKILL)
+
+
+def test_two_replicas(fleet, base, tmp_path):
+    "Both sample, no batch is too old, versions that are over are gone from replicas and store."
+    t = trainer(base, fleet.proxy(), tmp_path, max_steps=8)
+    t.train()
+    assert max(r["staleness/max"] for r in logged(t)) <= 2 and len(logged(t)) == 8
+    last = t.publisher.wait()
+    status = ask_proxy(fleet.proxy(), "/status")
+    assert len(status["replicas"]) == 2
+    assert last.version == 8 and {a.version for a in t.publisher.store.list()} == {6, 7, 8}
+    t.close()
+    assert [m["id"] for m in ask_proxy(fleet.proxy(), "/v1/models")["data"]] == ["toy"]
+
+
+def test_a_replica_is_killed(fleet, base, tmp_path):
+    "The run goes on with the other; the one that comes back has the versions that answer."
+    t = trainer(base, fleet.proxy(), tmp_path, max_steps=12)
+    starts = fleet.replicas[0].starts
+    t.add_callback(Each(lambda step: kill(fleet.replicas[0]) if step == 3 else None))
+    t.train()
+    assert t.state.global_step == 12
+    until(lambda: fleet.replicas[0].starts > starts and fleet.replicas[0].state == "up")
+    until(lambda: all(r["state"] == "up" for r in ask_proxy(fleet.proxy(), "/status")["replicas"]))
+    t.close()
+
+
+def test_the_proxy_is_killed(fleet, base, tmp_path):
+    "Requests and versions are tried again until it is back; no group is lost for it."
+    t = trainer(base, fleet.proxy(), tmp_path, max_steps=8)
+    t.add_callback(Each(lambda step: kill(fleet._proxy) if step == 3 else None))
+    t.train()
+    assert t.state.global_step == 8 and logged(t)[-1]["rollouts/retries"] > 0
+    assert not {k: v for k, v in t.worker.hand.dropped.items() if k != "stale"}
+    t.close()
+
+
+def test_a_reward_that_hangs(fleet, base, tmp_path):
+    "On one group it costs that group; on all it stops the run, which goes on with a reward that is mended."
+    never, hung = threading.Event(), []
+
+    def once(completions, **columns):
+        if not hung: hung.append(1) or never.wait()
+        return short(completions)
+
+    def always(completions, **columns): never.wait()
+    t = trainer(base, fleet.proxy(), tmp_path, once, max_steps=3, reward_timeout=2., max_failed_groups=3)
+    t.train()
+    assert t.worker.hand.dropped["reward timeout"] == 1
+    t.close()
+    t = trainer(base, fleet.proxy(), tmp_path/"2", always, max_steps=3, reward_timeout=.5, max_failed_groups=3)
+    with pytest.raises(WorkerError, match="'always' took longer than 0.5 s") as e: t.train()
+    assert isinstance(e.value.__cause__, RewardTimeout) and "3 groups failed" in str(e.value.__cause__.__notes__)
+    t.reward_funcs = [short]
+    t.train()
+    assert t.state.global_step == 3
+    t.close()
+    never.set()
+
+
+def test_the_store_is_full(fleet, base, tmp_path, monkeypatch):
+    "The run stops with a clear word, and goes on when there is room."
+    t = trainer(base, fleet.proxy(), tmp_path, max_steps=8, publish_patience=.5)
+    put, full = Directory.put, []
+
+    def no_room(self, *args):
+        if full: raise OSError(errno.ENOSPC, "No space left on device")
+        return put(self, *args)
+    monkeypatch.setattr(Directory, "put", no_room)
+    t.add_callback(Each(lambda step: full.append(1) if step == 3 else None))
+    with pytest.raises(Exception, match="No space left on device.*Make room"): t.train()
+    assert 3 <= t.state.global_step < 8
+    full.clear()
+    t.callback_handler.callbacks = [c for c in t.callback_handler.callbacks if not isinstance(c, Each)]
+    t.train()
+    assert t.state.global_step == 8
+    t.close()
+
+
+def run(*args, ranks=0):
+    "The lines that a training process printed, and its exit code."
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"] if ranks else []
+    env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]))
+    done = subprocess.run([sys.executable, *launch, str(HERE/"async_run.py"), *map(str, args)], env=env, capture_output=True,
+                          text=True, timeout=300)
+    lines = [json.loads(x) for x in done.stdout.splitlines() if x.startswith('{"step"')]
+    assert lines or done.returncode == 0, done.stderr[-3000:]
+    return lines, done.returncode
+
+
+def test_the_trainer_is_killed(fleet, base, tmp_path):
+    "It goes on from its checkpoint: no prompt skipped, none trained on twice, nothing of the dead run left."
+    first, code = run(base, fleet.proxy(), tmp_path, 6, "--kill-at", 5)
+    assert code == -signal.SIGKILL and [x["step"] for x in first] == [1, 2, 3, 4, 5]
+    second, code = run(base, fleet.proxy(), tmp_path, 8, "--resume")
+    assert code == 0 and [x["step"] for x in second] == [5, 6, 7, 8]
+    counted = first[:4] + second
+    prompts = [p for x in counted for p in x["prompts"]]
+    assert len(prompts) == len(set(prompts)) == 8 * 4
+    kept = json.loads((tmp_path/"checkpoint-8"/"prompts.json").read_text())
+    assert kept["next"] - len(kept["open"]) == 8 * 4  # all that was begun was trained on, or is in hand
+    assert len(list((tmp_path/"adapters").glob("run-*"))) == 1
+    assert [m["id"] for m in ask_proxy(fleet.proxy(), "/v1/models")["data"]] == ["toy"]
+
+
+def test_two_ranks(fleet, base, tmp_path):
+    "Each rank trains on its half of the batch, and both have the same weights."
+    lines, code = run(base, fleet.proxy(), tmp_path, 4, ranks=2)
+    assert code == 0
+    by_step = {s: [x for x in lines if x["step"] == s] for s in range(1, 5)}
+    assert all(len(x) == 2 and x[0]["weights"] == x[1]["weights"] for x in by_step.values())
+    assert [len(x["prompts"]) for x in lines if x["rank"] == 0] == [8] * 4  # 2 × 16 completions, four a prompt
