@@ -49,7 +49,7 @@ def main():
     p.add_argument("--kill-at", type=int)
     a = p.parse_args()
     torch.set_num_threads(1)
-    t = trainer(a.base, a.proxy, a.out, max_steps=a.steps, save_strategy="steps", save_steps=2)
+    t = trainer(a.base, a.proxy, a.out, max_steps=a.steps, save_strategy="steps", save_steps=2, late_groups="wait")
 
     def say(step):
         prompts = [g["row"]["prompt"] for g in t._held[1]] if t.accelerator.is_main_process else None

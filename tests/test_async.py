@@ -67,7 +67,8 @@ def test_two_replicas(fleet, base, tmp_path):
     last = t.publisher.wait()
     status = ask_proxy(fleet.proxy(), "/status")
     assert len(status["replicas"]) == 2
-    assert last.version == 8 and {a.version for a in t.publisher.store.list()} == {6, 7, 8}
+    there = {a.version for a in t.publisher.store.list()}  # one that waited for another may have been passed over
+    assert last.version == 8 and 8 in there and there <= {6, 7, 8}
     t.close()
     assert [m["id"] for m in ask_proxy(fleet.proxy(), "/v1/models")["data"]] == ["toy"]
 
@@ -104,8 +105,9 @@ def test_a_reward_that_hangs(fleet, base, tmp_path):
 
     def always(completions, **columns): never.wait()
     t = trainer(base, fleet.proxy(), tmp_path, once, max_steps=3, reward_timeout=2., max_failed_groups=3)
+    t.add_callback(Each(lambda step: until(lambda: t.worker.hand.dropped["reward timeout"]) if step == 2 else None))
     t.train()
-    assert t.worker.hand.dropped["reward timeout"] == 1
+    assert t.state.global_step == 3 and t.worker.hand.dropped["reward timeout"] == 1
     t.close()
     t = trainer(base, fleet.proxy(), tmp_path/"2", always, max_steps=3, reward_timeout=.5, max_failed_groups=3)
     with pytest.raises(WorkerError, match="'always' took longer than 0.5 s") as e: t.train()
@@ -138,10 +140,10 @@ def test_the_store_is_full(fleet, base, tmp_path, monkeypatch):
 
 def run(*args, ranks=0):
     "The lines that a training process printed, and its exit code."
-    launch = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"] if ranks else []
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]))
     done = subprocess.run([sys.executable, *launch, str(HERE/"async_run.py"), *map(str, args)], env=env, capture_output=True,
-                          text=True, timeout=300)
+                          text=True, timeout=120)
     lines = [json.loads(x) for x in done.stdout.splitlines() if x.startswith('{"step"')]
     assert lines or done.returncode == 0, done.stderr[-3000:]
     return lines, done.returncode
