@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 
 from . import compat
-from .adapter_files import AdapterError, check_servable
+from .adapter_files import AdapterError, check_servable, describe_base
 from .async_args import AsyncLoRAGRPOConfig, check_async_args, limits_of
 from .checkpoint import check_checkpoint
 from .colocate import ColocateGRPOTrainer, _Phases, _trace_path
@@ -26,8 +26,9 @@ from .interrupt import Guard
 from .lease import Lease
 from .lora_sync import AdapterStore
 from .policy import PackedGRPOTrainer
+from .policy_weights import base_model
 from .prompt_order import PromptOrder
-from .publisher import Publisher, clear_runs, snapshot
+from .publisher import Publisher, snapshot
 from .rollout_worker import RolloutWorker
 
 # %% ../nbs/15d_async_lora.ipynb #ebe91df4
@@ -135,15 +136,17 @@ def _new_run(self:AsyncLoRAGRPOTrainer):
     "A store under a new id. What earlier runs of this output directory left on replicas and in the store goes."
     if self.publisher: self.publisher.close()
     args, book = self.args, Path(self.args.output_dir)/"adapter_runs.json"
-    where = args.adapter_store or str(Path(args.output_dir)/"adapters")
-    store = AdapterStore(where, seen_as=args.store_seen_as, max_staleness=args.max_staleness, trace=self.trace)
-    old = json.loads(book.read_text()) if book.exists() else []
-    clear_runs(self.url, old, self._token())
-    for run in old:
-        if Lease(store.place, f"run-{run}").dead(): store.place.drop(f"run-{run}")
-    book.parent.mkdir(parents=True, exist_ok=True)
-    book.write_text(json.dumps([store.run]))
+    store = AdapterStore(args.adapter_store or str(Path(args.output_dir)/"adapters"), base=describe_base(self.model),
+                         dtype=base_model(self.model).get_input_embeddings().weight.dtype, max_staleness=args.max_staleness,
+                         seen_as=args.store_seen_as, trace=self.trace)
     self.publisher = Publisher(store, self.url, self._token(), self._told, self._failed, self._used, args.publish_patience)
+    old = json.loads(book.read_text()) if book.exists() else []
+    self.publisher.clear(old)
+    there = {run for run in old if f"run-{run}" in store.place.folders()}  # others ended before their first version
+    alive = {run for run in there if not Lease(store.place, f"run-{run}").dead()}  # or seem so: looked at again next time
+    for run in there - alive: store.place.drop(f"run-{run}")
+    book.parent.mkdir(parents=True, exist_ok=True)
+    book.write_text(json.dumps([*alive, store.run]))
 
 # %% ../nbs/15d_async_lora.ipynb #25bedd92
 @patch

@@ -13,6 +13,7 @@ from fastcore.basics import patch
 
 from . import compat
 from .completion_client import CompletionClient
+from .completions import together
 from .generation import rows_for
 from .rollouts import Rollouts, from_lists
 
@@ -49,9 +50,7 @@ async def ask_all(
     room, groups = asyncio.Semaphore(inflight), {tuple(p): i for i, p in enumerate(prompts)}
     async def one(p):
         async with room: return await client.complete(model, p, sampling, f"{model}-{groups[tuple(p)]}")
-    async with client, asyncio.TaskGroup() as tasks:
-        jobs = [tasks.create_task(one(list(map(int, p)))) for p in prompts for _ in range(n)]
-    said = [j.result() for j in jobs]
+    async with client: said = await together(one(list(map(int, p))) for p in prompts for _ in range(n))
     return from_lists(prompts, [c.tokens for c in said], [c.logprobs for c in said], [i // n for i in range(len(said))],
                       [c.stopped for c in said], version)
 
@@ -125,8 +124,7 @@ def sample(self:FleetGeneration,
     model, version = adapter or self.trainer.adapter()
     asked = ask_all(self.trainer.client(), model, prompts, n, self.sampling() if sampling is None else sampling,
                     self.trainer.limits.max_inflight_tasks, version)
-    try: return in_a_loop(asked)
-    except BaseExceptionGroup as e: raise e.exceptions[0] from None
+    return in_a_loop(asked)
 
 # %% ../nbs/15b_fleet_generation.ipynb #251d484c
 @patch

@@ -161,7 +161,7 @@ def take(self:InHand,
     "Groups for a batch, none staler than allowed."
     self.step = step
     self._sort()
-    if len(self.scored) < groups or self.limits.late == "wait" and self._last_chance(): return None
+    if len(self.scored) < groups or self.limits.late == "wait" and self._too_soon(groups): return None
     taken, self.scored = self.scored[:groups], self.scored[groups:]
     for g in taken: self.order.done(g.position)
     self.step = step + self.limits.steps_a_batch
@@ -169,9 +169,12 @@ def take(self:InHand,
     return taken
 
 @patch
-def _last_chance(self:InHand):
-    "Is one in flight that the next batch could still use, and the one after that could not?"
-    return any(g.version + self.limits.max_staleness < self.step + self.limits.steps_a_batch for g in self.flying.values())
+def _too_soon(self:InHand, groups):
+    "Would this batch pass over older ones in flight, so that some of what is left were too old in its turn?"
+    lim, newest = self.limits, self.scored[groups - 1].version
+    if all(g.version >= newest for g in self.flying.values()): return False
+    left = sorted(g.version for g in [*self.flying.values(), *self.scored[groups:]])
+    return any(self.step + (i // groups + 1) * lim.steps_a_batch > v + lim.max_staleness for i, v in enumerate(left))
 
 @patch
 def _sort(self:InHand):

@@ -10,6 +10,7 @@ import asyncio, inspect, threading
 
 import numpy as np
 
+from .completions import together
 from .rewards import RewardError, checked
 
 # %% ../nbs/14b_scoring.ipynb #9d26fad6
@@ -62,10 +63,7 @@ async def score(
     **kwargs, # for the functions: prompts, completions, completion_ids, columns
 ) -> np.ndarray: # [completions, functions] float64; NaN where a function does not judge
     "Rewards of a group. Raises `RewardError`, and what a function raises."
-    jobs = [asyncio.ensure_future(_judged(f, timeout, slots, kwargs)) for f in funcs]
-    try: columns = await asyncio.gather(*jobs)
-    finally:
-        for j in jobs: j.cancel()
+    columns = await together(_judged(f, timeout, slots, kwargs) for f in funcs)
     rewards = np.array([[np.nan if r is None else r for r in c] for c in columns], dtype=np.float64).T
     unjudged = np.flatnonzero(np.isnan(rewards).all(axis=1))
     if len(unjudged):

@@ -1,38 +1,27 @@
 """A process that trains asynchronously on a fleet that exists, for tests that kill it or start two ranks of it.
 
-async_run.py BASE PROXY OUT STEPS [--resume] [--kill-at STEP]: prints the prompts of each step, one JSON line a step.
+async_run.py OUT BASE PROXY STEPS [--resume] [--kill-at STEP]: what each step trained on is in OUT/rank{r}.json.
 """
-import os
-os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCH_COMPILE_DISABLE="1", VLLM_LOGGING_LEVEL="ERROR")
 import argparse
 import json
+import os
 import signal
+from pathlib import Path
 
-import torch
+import small  # before torch
 from peft import LoraConfig
-from transformers import PrinterCallback, TrainerCallback
+from transformers import TrainerCallback
 
-from grpo_colab import toys
 from grpo_colab.async_args import AsyncLoRAGRPOConfig
 from grpo_colab.async_lora import AsyncLoRAGRPOTrainer
 
-TOKENIZER = toys.toy_tokenizer()
-TASK = toys.reverse_task(n_test=16)
-ARGS = dict(per_device_train_batch_size=16, num_generations=4, max_completion_length=6, learning_rate=1e-3, logging_steps=1,
-            save_strategy="no", report_to="none", disable_tqdm=True, max_staleness=2, gradient_checkpointing=False, use_cpu=True,
-            bf16=False, request_patience=60., publish_patience=60.)
 
-
-def short(completions, **columns): return [-float(len(c)) for c in completions]
-
-
-def trainer(base, proxy, out, reward=short, **changes):
+def trainer(base, proxy, out, reward=small.short, **changes):
     "A small one."
-    args = AsyncLoRAGRPOConfig(str(out), **ARGS | changes)
-    t = AsyncLoRAGRPOTrainer(str(base), reward, args, TASK.train, processing_class=TOKENIZER, fleet=proxy,
-                             peft_config=LoraConfig(r=8, target_modules="all-linear"))
-    t.remove_callback(PrinterCallback)
-    return t
+    parts = dict(fleet=proxy, peft_config=LoraConfig(r=8, target_modules="all-linear"))
+    changes = dict(vllm_mode="server", max_completion_length=6, learning_rate=1e-3, max_staleness=2, gradient_checkpointing=False,
+                   request_patience=60., publish_patience=60.) | changes
+    return small.trainer(out, str(base), reward, cls=AsyncLoRAGRPOTrainer, config=AsyncLoRAGRPOConfig, parts=parts, **changes)
 
 
 class Each(TrainerCallback):
@@ -43,20 +32,21 @@ class Each(TrainerCallback):
 
 def main():
     p = argparse.ArgumentParser()
-    for name in ("base", "proxy", "out"): p.add_argument(name)
+    for name in ("out", "base", "proxy"): p.add_argument(name)
     p.add_argument("steps", type=int)
     p.add_argument("--resume", action="store_true")
     p.add_argument("--kill-at", type=int)
     a = p.parse_args()
-    torch.set_num_threads(1)
     t = trainer(a.base, a.proxy, a.out, max_steps=a.steps, save_strategy="steps", save_steps=2, late_groups="wait")
+    rank, steps = t.accelerator.process_index, []
 
-    def say(step):
-        prompts = [g["row"]["prompt"] for g in t._held[1]] if t.accelerator.is_main_process else None
+    def note(step):
+        prompts = [g["row"]["prompt"] for g in t._held[1]] if rank == 0 else None
         total = sum(float(p.detach().double().sum()) for n, p in t.model.named_parameters() if "lora" in n)
-        print(json.dumps(dict(step=step, prompts=prompts, weights=total, rank=t.accelerator.process_index)), flush=True)
+        steps.append(dict(step=step, prompts=prompts, weights=total))
+        (Path(a.out)/f"rank{rank}.json").write_text(json.dumps(steps))
         if step == a.kill_at: os.kill(os.getpid(), signal.SIGKILL)
-    t.add_callback(Each(say))
+    t.add_callback(Each(note))
     t.train(resume_from_checkpoint=True if a.resume else None)
     t.close()
 

@@ -10,9 +10,10 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
+from small import TOKENIZER, policy, rows, short  # before torch
+from async_run import Each, trainer
+from two_ranks import run_ranks
 
-from async_run import TOKENIZER, Each, short, trainer
 from grpo_colab import toys
 from grpo_colab.fleet import Fleet
 from grpo_colab.keeper import kin
@@ -22,22 +23,20 @@ from grpo_colab.rollout_worker import WorkerError
 from grpo_colab.scoring import RewardTimeout
 
 HERE = Path(__file__).resolve().parent
-torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    model = toys.toy_model(TOKENIZER, hidden=64, layers=1, heads=2, num_key_value_heads=1)
-    return toys.save_toy(tmp_path_factory.mktemp("base"), model, TOKENIZER)
+    return toys.save_toy(tmp_path_factory.mktemp("base"), policy(), TOKENIZER)
 
 
 @pytest.fixture(scope="module")
 def fleet(base):
-    "Two real servers and a proxy."
-    os.environ.update(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", TORCH_COMPILE_DISABLE="1", OMP_NUM_THREADS="1")
-    small = dict(gpus=["toy"], memory=.2, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=64, lora_rank=8,
+    "Two real servers and a proxy. Each has a GPU of its own, in name, so that both start at once."
+    gpus = [f"toy-{os.getpid()}-{i}" for i in range(2)]
+    flags = dict(memory=.2, dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=64, lora_rank=8,
                  num_gpu_blocks_override=200, block_size=16)
-    with Fleet.local(2, base, name="toy", max_staleness=2, progress=False, **small) as fleet:
+    with Fleet.local(2, base, gpus, name="toy", max_staleness=2, progress=False, **flags) as fleet:
         fleet.proxy()
         yield fleet
 
@@ -47,9 +46,6 @@ def until(true, seconds=120):
     while not true():
         assert time.monotonic() < end
         time.sleep(.05)
-
-
-def logged(t): return [r for r in t.state.log_history if "loss" in r]
 
 
 def kill(watched):
@@ -63,7 +59,7 @@ def test_two_replicas(fleet, base, tmp_path):
     "Both sample, no batch is too old, versions that are over are gone from replicas and store."
     t = trainer(base, fleet.proxy(), tmp_path, max_steps=8)
     t.train()
-    assert max(r["staleness/max"] for r in logged(t)) <= 2 and len(logged(t)) == 8
+    assert max(r["staleness/max"] for r in rows(t)) <= 2 and len(rows(t)) == 8
     last = t.publisher.wait()
     status = ask_proxy(fleet.proxy(), "/status")
     assert len(status["replicas"]) == 2
@@ -73,6 +69,7 @@ def test_two_replicas(fleet, base, tmp_path):
     assert [m["id"] for m in ask_proxy(fleet.proxy(), "/v1/models")["data"]] == ["toy"]
 
 
+@pytest.mark.slow
 def test_a_replica_is_killed(fleet, base, tmp_path):
     "The run goes on with the other; the one that comes back has the versions that answer."
     t = trainer(base, fleet.proxy(), tmp_path, max_steps=12)
@@ -90,7 +87,7 @@ def test_the_proxy_is_killed(fleet, base, tmp_path):
     t = trainer(base, fleet.proxy(), tmp_path, max_steps=8)
     t.add_callback(Each(lambda step: kill(fleet._proxy) if step == 3 else None))
     t.train()
-    assert t.state.global_step == 8 and logged(t)[-1]["rollouts/retries"] > 0
+    assert t.state.global_step == 8 and rows(t)[-1]["rollouts/retries"] > 0
     assert not {k: v for k, v in t.worker.hand.dropped.items() if k != "stale"}
     t.close()
 
@@ -138,25 +135,22 @@ def test_the_store_is_full(fleet, base, tmp_path, monkeypatch):
     t.close()
 
 
-def run(*args, ranks=0):
-    "The lines that a training process printed, and its exit code."
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
-    env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(HERE.parent), str(HERE)]))
-    done = subprocess.run([sys.executable, *launch, str(HERE/"async_run.py"), *map(str, args)], env=env, capture_output=True,
-                          text=True, timeout=120)
-    lines = [json.loads(x) for x in done.stdout.splitlines() if x.startswith('{"step"')]
-    assert lines or done.returncode == 0, done.stderr[-3000:]
-    return lines, done.returncode
+def train(out, *args, code=0):
+    "What the steps of a training process were, and how it must end."
+    command = [sys.executable, "-W", "ignore", HERE/"async_run.py", out, *args]
+    done = subprocess.run(list(map(str, command)), env=os.environ | dict(PYTHONPATH=str(HERE.parent)), text=True, timeout=240,
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == code, done.stdout[-6000:]
+    return json.loads((out/"rank0.json").read_text())
 
 
+@pytest.mark.slow
 def test_the_trainer_is_killed(fleet, base, tmp_path):
     "It goes on from its checkpoint: no prompt skipped, none trained on twice, nothing of the dead run left."
-    first, code = run(base, fleet.proxy(), tmp_path, 6, "--kill-at", 5)
-    assert code == -signal.SIGKILL and [x["step"] for x in first] == [1, 2, 3, 4, 5]
-    second, code = run(base, fleet.proxy(), tmp_path, 8, "--resume")
-    assert code == 0 and [x["step"] for x in second] == [5, 6, 7, 8]
-    counted = first[:4] + second
-    prompts = [p for x in counted for p in x["prompts"]]
+    first = train(tmp_path, base, fleet.proxy(), 6, "--kill-at", 5, code=-signal.SIGKILL)
+    second = train(tmp_path, base, fleet.proxy(), 8, "--resume")
+    assert [[x["step"] for x in steps] for steps in (first, second)] == [[1, 2, 3, 4, 5], [5, 6, 7, 8]]
+    prompts = [p for x in first[:4] + second for p in x["prompts"]]
     assert len(prompts) == len(set(prompts)) == 8 * 4
     kept = json.loads((tmp_path/"checkpoint-8"/"prompts.json").read_text())
     assert kept["next"] - len(kept["open"]) == 8 * 4  # all that was begun was trained on, or is in hand
@@ -164,10 +158,9 @@ def test_the_trainer_is_killed(fleet, base, tmp_path):
     assert [m["id"] for m in ask_proxy(fleet.proxy(), "/v1/models")["data"]] == ["toy"]
 
 
+@pytest.mark.slow
 def test_two_ranks(fleet, base, tmp_path):
     "Each rank trains on its half of the batch, and both have the same weights."
-    lines, code = run(base, fleet.proxy(), tmp_path, 4, ranks=2)
-    assert code == 0
-    by_step = {s: [x for x in lines if x["step"] == s] for s in range(1, 5)}
-    assert all(len(x) == 2 and x[0]["weights"] == x[1]["weights"] for x in by_step.values())
-    assert [len(x["prompts"]) for x in lines if x["rank"] == 0] == [8] * 4  # 2 × 16 completions, four a prompt
+    a, b = run_ranks("async_run.py", tmp_path, base, fleet.proxy(), 4)
+    assert [x["step"] for x in a] == [1, 2, 3, 4] and [x["weights"] for x in a] == [x["weights"] for x in b]
+    assert [len(x["prompts"]) for x in a] == [8] * 4  # 2 × 16 completions, four a prompt

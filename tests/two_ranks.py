@@ -9,9 +9,10 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 
 
-def run_ranks(script: str, out: Path, seconds: float = 300, **env) -> list:
-    "What each of two ranks found, from `out/rank{r}.json`. Both must end in time, with exit code 0."
-    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", HERE/script, out]
+def run_ranks(script: str, out: Path, *args, seconds: float = 300, **env) -> list:
+    "What each of two ranks of `script out *args` found, from `out/rank{r}.json`. Both must end in time, with exit code 0."
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", HERE/script, out,
+               *args]
     outer = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
     env = outer | dict(PYTHONPATH=str(HERE.parent), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1") | env
     p = subprocess.Popen(list(map(str, command)), env=env, text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
