@@ -152,7 +152,7 @@ def abandon(self:InHand):
     self.flying = {}
     self._count(False)
 
-# %% ../nbs/14c_in_hand.ipynb #95ce3674
+# %% ../nbs/14c_in_hand.ipynb #3cfe8400
 @patch
 def take(self:InHand,
     groups:int, # how many
@@ -168,6 +168,7 @@ def take(self:InHand,
     self._sort()
     return taken
 
+# %% ../nbs/14c_in_hand.ipynb #797f20bc
 @patch
 def _too_soon(self:InHand, groups):
     "Would this batch pass over older ones in flight, so that some of what is left were too old in its turn?"

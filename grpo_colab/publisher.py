@@ -15,6 +15,8 @@ from .adapter_files import Adapter, AdapterError, adapter_factors
 from .lora_sync import AdapterStore
 
 # %% ../nbs/15a_publisher.ipynb #d2c00862
+_http = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy of the environment's: ours may be on this machine
+
 class ProxyError(RuntimeError):
     "The proxy refused, or could not be reached."
 
@@ -30,7 +32,7 @@ def ask_proxy(
     headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
     request = urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
     try:
-        with urllib.request.urlopen(request, timeout=timeout) as r: said = r.read()
+        with _http.open(request, timeout=timeout) as r: said = r.read()
     except urllib.error.HTTPError as e:
         raise ProxyError(f"{url} said {e.code}: {e.read()[:500].decode(errors='replace')}") from None
     except (OSError, http.client.HTTPException) as e: raise ProxyError(f"{url} is not reached: {e}") from None

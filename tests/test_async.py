@@ -144,7 +144,6 @@ def train(out, *args, code=0):
     return json.loads((out/"rank0.json").read_text())
 
 
-@pytest.mark.slow
 def test_the_trainer_is_killed(fleet, base, tmp_path):
     "It goes on from its checkpoint: no prompt skipped, none trained on twice, nothing of the dead run left."
     first = train(tmp_path, base, fleet.proxy(), 6, "--kill-at", 5, code=-signal.SIGKILL)
