@@ -98,7 +98,7 @@ def close(self:Publisher,
         self._news.notify_all()
     self._thread.join()
     for a in self.loaded.values() if unload else ():
-        with suppress(ProxyError): self._unload(a.name, 10.)
+        with suppress(ProxyError): self._unload(a.name)
     self.store.close()
 
 # %% ../nbs/15a_publisher.ipynb #ea5c2ab9
@@ -160,8 +160,8 @@ def _retire(self:Publisher):
         with suppress(AdapterError, OSError): self.store.retire(in_flight=used, readers=self.loaded.values())
 
 @patch
-def _unload(self:Publisher, name, timeout=120.):
-    try: ask_proxy(self.url, "/v1/unload_lora_adapter", dict(lora_name=name), self.token, timeout)
+def _unload(self:Publisher, name):
+    try: ask_proxy(self.url, "/v1/unload_lora_adapter", dict(lora_name=name), self.token)
     except ProxyError as e:
         if not any(code in str(e) for code in ("said 404", "said 409")): raise  # these: it is not there
 
