@@ -186,7 +186,8 @@ def _launch(self:Fleet, placed, logs, patience, progress, env, options):
         mine = tuple(leases[f"gpu-{g}"] for g in ids) or tuple(held.leases)
         server = Watched(f"replica-{i}", command, f"http://127.0.0.1:{port}", self.logs/f"replica-{i}.log",
                          vllm_environment(ids, self.key, **env), mine, patience)
-        for servers in (held.watched, self.replicas, lanes.setdefault(tuple(ids), [])): servers.append(server)
+        lane = i if options.get("kv_cache_memory_bytes") else tuple(ids)
+        for servers in (held.watched, self.replicas, lanes.setdefault(lane, [])): servers.append(server)
     _bring_up(lanes.values(), progress)
 
 # %% ../nbs/13d_fleet.ipynb #99b20c19
