@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from . import compat
+from .bench_async import TINY, Work, ladder_claims, ladder_rows
 from .bench_curves import curve_claims, curve_rows
 from .bench_memory import memory_claims, one_base_row, peak_row, sleep_rows, teardown_row
 from .bench_pack import pack_claims, pack_rows, shared_rows
@@ -22,10 +23,10 @@ from .bench_sync import SHAPES, decode_rows, result, slot_rows, sync_claims, syn
 # %% ../nbs/23d_bench.ipynb #1ef9013b
 #: bench -> its parts, in the order of measuring
 PARTS = dict(sync=("sync", "decode", "slot"), memory=("peak", "sleep", "one_base", "teardown"), rollout=("rollout",),
-             pack=("pack", "shared"), step=tuple(CASES), curves=("curves",), publish=("publish",))
+             pack=("pack", "shared"), step=tuple(CASES), curves=("curves",), publish=("publish",), **{"async": ("ladder",)})
 #: bench -> rows to claims
 CLAIMS = dict(sync=sync_claims, memory=memory_claims, rollout=rollout_claims, pack=pack_claims, step=step_claims,
-              curves=curve_claims, publish=publish_claims)
+              curves=curve_claims, publish=publish_claims, **{"async": ladder_claims})
 
 # %% ../nbs/23d_bench.ipynb #87302ea3
 def _jobs(shapes, repeats, cycles, small):
@@ -41,6 +42,7 @@ def _jobs(shapes, repeats, cycles, small):
         pack=[partial(pack_rows, large, (40, 36, 50) if small else (1024,) * 16, min(repeats, 5), compiled=not small)],
         shared=[partial(shared_rows, large, *((24, 8, 4) if small else ()), repeats=min(repeats, 5))],
         curves=[partial(curve_rows, *((2, 6) if small else ()))],
+        ladder=[partial(ladder_rows, large, TINY if small else Work(others=min(repeats, 12)))],
         publish=[partial(publish_rows, large, versions=repeats, **(dict(servers=1, clients=2, max_tokens=16) if small else {}))],
         **{case: [partial(step_row, case, large, **sizes)] for case in CASES})
 
@@ -60,16 +62,18 @@ def plan(
 
 # %% ../nbs/23d_bench.ipynb #1b6cdf29
 def measure(
-    work:list, # from `plan`
+    work:list, # from `plan`: functions that give a row, a list of rows, or one row after the other
     after=lambda rows: None, # called with all rows so far after each
 ) -> tuple[list, int]: # rows, and how many measurements failed
     "Do it, one after the other."
     rows, failed = [], 0
     for job in work:
-        try: found = job()
-        except Exception: failed += 1; traceback.print_exc(); continue
-        rows += found if isinstance(found, list) else [found]
-        after(rows)
+        try:
+            found = job()
+            for row in [found] if isinstance(found, dict) else found:
+                rows.append(row)
+                after(rows)
+        except Exception: failed += 1; traceback.print_exc()
     return rows, failed
 
 # %% ../nbs/23d_bench.ipynb #d719a141
@@ -107,7 +111,7 @@ def main(
 ) -> int: # exit code; 1 when a measurement failed
     "Measure, print the claims, and write the file."
     p = argparse.ArgumentParser(prog="grpo-colab bench", description="Measure beside TRL and beside the limit.")
-    p.add_argument("name", choices=[*PARTS], help="one of the notebooks 23b to 23ce; `bench proxy` has its own --help")
+    p.add_argument("name", choices=[*PARTS], help="one of the notebooks 23b to 23cf; `bench proxy` has its own --help")
     p.add_argument("--shapes", nargs="+", choices=[*SHAPES, "toy"],
                    help="default: toy on a CPU; on a GPU all of sync, else the first two; where one is measured, the second")
     p.add_argument("--repeats", type=int, default=20, help="of each measurement (%(default)s)")

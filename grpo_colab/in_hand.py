@@ -77,7 +77,7 @@ class InHand:
         "May it still be trained on?"
         return self.step - g.version <= self.limits.max_staleness
 
-# %% ../nbs/14c_in_hand.ipynb #48439967
+# %% ../nbs/14c_in_hand.ipynb #47f51eb0
 @patch
 def may_begin(self:InHand,
     asking:int, # requests in flight
@@ -95,6 +95,12 @@ def _count(self:InHand, idle):
     now = self.clock()
     if self._held is not None: self.idle += now - self._held
     self._held = now if idle else None
+
+# %% ../nbs/14c_in_hand.ipynb #0b37de7b
+@patch
+def held_back(self:InHand) -> float: # seconds
+    "How long there has been room and no group might begin, so far."
+    return self.idle + (0. if self._held is None else self.clock() - self._held)
 
 # %% ../nbs/14c_in_hand.ipynb #8fc7cf31
 @patch

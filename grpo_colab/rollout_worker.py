@@ -31,7 +31,7 @@ class RolloutWorker:
         encode,           # function: row -> token ids of its prompt
         decode,           # function: (row, list of completions' token ids) -> completions as the rewards get them
         limits:Limits|None=None,      # None: `Limits()`
-        sampling:dict|None=None,      # fields of vLLM's `SamplingParams`
+        sampling=None,                # fields of vLLM's `SamplingParams`, or a function that gives them for each completion
         token:str|None=None,          # that the proxy asks for
         order:PromptOrder|None=None,  # of prompts; None: shuffled with seed 0
         reward_kwargs:dict|None=None, # what rewards get beside the columns
@@ -172,7 +172,7 @@ def metrics(self:RolloutWorker) -> dict: # name -> number
     self._seen = now, self.tokens
     return dict(inflight=self._requests, queue=len(hand.scored) * self.limits.num_generations, groups=hand.finished,
                 tokens_s=(self.tokens - tokens) / (now - then) if now > then else 0., retries=getattr(self._client, "retries", 0),
-                waiting_for_rollouts=self.waited, waiting_for_trainer=hand.idle,
+                waiting_for_rollouts=self.waited, waiting_for_trainer=hand.held_back(),
                 **{f"dropped/{k}": n for k, n in hand.dropped.items()})
 
 # %% ../nbs/14d_rollout_worker.ipynb #f7234a9d
@@ -269,7 +269,8 @@ async def _sample(self:RolloutWorker, g):
 # %% ../nbs/14d_rollout_worker.ipynb #34948f67
 @patch
 async def _ask(self:RolloutWorker, g):
-    async with self._asking: c = await self._client.complete(g.model, g.prompt_ids, self.sampling, f"{g.version}-{g.position}")
+    fields = self.sampling() if callable(self.sampling) else self.sampling
+    async with self._asking: c = await self._client.complete(g.model, g.prompt_ids, fields, f"{g.version}-{g.position}")
     self.tokens += len(c.tokens)
     return c
 
