@@ -129,7 +129,7 @@ def _token(self:AsyncLoRAGRPOTrainer): return self.args.proxy_token or os.enviro
 @patch
 def client(self:AsyncLoRAGRPOTrainer) -> CompletionClient:
     "For completions outside of training."
-    return CompletionClient(self.url, self._token(), self.args.request_timeout, self.args.request_patience)
+    return CompletionClient(self.url, self._token(), self.args.request_timeout, self.args.request_patience, self.eos_token_ids)
 
 @patch
 def _new_run(self:AsyncLoRAGRPOTrainer):
@@ -198,7 +198,7 @@ def _new_worker(self:AsyncLoRAGRPOTrainer, checkpoint):
     encode, decode = text_both_ways(self.processing_class, self.chat_template, self.chat_template_kwargs)
     worker = RolloutWorker(self.url, data, self.reward_funcs, encode, decode, self.limits, self.vllm_generation.sampling(),
                            self._token(), PromptOrder(len(data), args.seed, self.shuffle_dataset),
-                           dict(trainer_state=self.state), self.trace)
+                           dict(trainer_state=self.state), self.trace, self.eos_token_ids)
     kept = checkpoint and Path(checkpoint)/"prompts.json"
     if kept and kept.exists(): worker.restore(json.loads(kept.read_text()))
     return worker

@@ -95,7 +95,7 @@ def fleet_of(
     gpus, tokenizer = visible_gpus(), toys.toy_tokenizer()
     place = dict(gpus=gpus[-1:], memory=.9 if len(gpus) > 1 else memory)
     flags = dict(dtype="float32", enforce_eager=True, block_size=16, num_gpu_blocks_override=600) if compat.on_cpu() else {}
-    flags |= dict(max_model_len=work.prompt + work.cap + 8, max_num_seqs=min(512, (work.staleness + 1) * work.batch))
+    flags |= dict(tokens_only=True, max_model_len=work.prompt + work.cap + 8, max_num_seqs=min(512, (work.staleness + 1) * work.batch))
     with tempfile.TemporaryDirectory() as folder:
         toys.save_toy(folder, random_policy(shape), tokenizer)
         gc.collect()

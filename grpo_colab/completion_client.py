@@ -63,9 +63,11 @@ class CompletionClient:
         token:str|None=None,  # that it asks for
         timeout:float=600.,   # seconds for one answer
         patience:float=120.,  # seconds to try again after an error that may pass
+        eos:tuple=(),         # token ids that end a completion: a server without a tokenizer does not know them
     ):
         self.url, self.timeout, self.patience = url.rstrip("/").removesuffix("/v1") + "/v1/completions", timeout, patience
         self.headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
+        self.eos = list(eos)
         self.clock, self.retries = time.monotonic, 0  #: seconds; requests that were sent again
 
     async def __aenter__(self):
@@ -97,6 +99,7 @@ async def complete(self:CompletionClient,
 ) -> Completion:
     "One completion. Raises `RolloutError`."
     asked = dict(model=model, prompt=prompt, n=1, logprobs=0, return_token_ids=True) | sampling
+    if not sampling.get("ignore_eos"): asked["stop_token_ids"] = [*self.eos, *(sampling.get("stop_token_ids") or ())]
     body, until, pause = orjson.dumps(asked), None, .1
     while True:
         status, payload = await self._post(body, group)

@@ -36,10 +36,11 @@ class RolloutWorker:
         order:PromptOrder|None=None,  # of prompts; None: shuffled with seed 0
         reward_kwargs:dict|None=None, # what rewards get beside the columns
         trace:Trace|None=None,        # where counters go; None keeps them in memory
+        eos:tuple=(),                 # token ids that end a completion, for servers without a tokenizer
     ):
         self.url, self.dataset, self.rewards, self.encode, self.decode, self.token = url, dataset, rewards, encode, decode, token
         self.limits, self.sampling, self.reward_kwargs = limits or Limits(), sampling or {}, reward_kwargs or {}
-        self.trace, self.hand = trace or Trace(), InHand(order or PromptOrder(len(dataset)), self.limits)
+        self.eos, self.trace, self.hand = tuple(eos), trace or Trace(), InHand(order or PromptOrder(len(dataset)), self.limits)
         self.tokens, self.waited = 0, 0. #: sampled; seconds that `take` has waited
 
 # %% ../nbs/14d_rollout_worker.ipynb #d6afc209
@@ -196,7 +197,7 @@ async def _serve(self:RolloutWorker):
     "Begin groups whenever one may begin, until told to stop."
     lim, self._loop, self._wake, self._stopping = self.limits, asyncio.get_running_loop(), asyncio.Event(), self._thread is None
     self._asking, self._judging = asyncio.Semaphore(lim.max_inflight_tasks), asyncio.Semaphore(lim.reward_threads)
-    client = self._client = CompletionClient(self.url, self.token, lim.request_timeout, lim.patience)
+    client = self._client = CompletionClient(self.url, self.token, lim.request_timeout, lim.patience, self.eos)
     async with client, asyncio.TaskGroup() as tasks:
         while True:
             self._wake.clear()

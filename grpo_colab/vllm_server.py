@@ -44,6 +44,7 @@ def vllm_command(
     max_staleness:int=2,  # versions between sampling and training
     tensor_parallel:int=1, # GPUs for the server
     memory:float|None=None, # share of each GPU's memory; None: vLLM's own
+    tokens_only:bool=False, # token ids in and out alone: no text, no chat, no stop strings, and half the processor's work
     python:str=sys.executable, # interpreter that has vLLM
     **options, # more of vLLM's own, with underscores; they win
 ) -> list[str]: # arguments
@@ -52,6 +53,7 @@ def vllm_command(
     ours = dict(model=model, served_model_name=name, host=host, port=port, **lora, enable_prompt_tokens_details=True,
                 tensor_parallel_size=tensor_parallel if tensor_parallel > 1 else None, gpu_memory_utilization=memory,
                 disable_uvicorn_access_log=True)
+    if tokens_only: ours |= dict(skip_tokenizer_init=True, return_tokens_as_token_ids=True)
     return [python, "-m", "vllm.entrypoints.openai.api_server", *flags(**ours | options)]
 
 # %% ../nbs/13a_vllm_server.ipynb #6f637be3
