@@ -38,7 +38,7 @@ class Work:
     budget:int = 16_384 # tokens of a row
     at_once:int = 16    # completions a micro-batch, as TRL counts
     warm:int = 3        # steps that are not counted: what compiles, and a queue that is not yet what it will be
-    steps:dict = field(default_factory=lambda: {"batch 1": 3})  # run -> steps that are counted
+    steps:dict = field(default_factory=lambda: {"batch 1": 2})  # run -> steps that are counted
     others:int = 12     # steps of the runs that are not in `steps`
 
     def counted(self,
@@ -95,7 +95,8 @@ def fleet_of(
     gpus, tokenizer = visible_gpus(), toys.toy_tokenizer()
     place = dict(gpus=gpus[-1:], memory=.9 if len(gpus) > 1 else memory)
     flags = dict(dtype="float32", enforce_eager=True, block_size=16, num_gpu_blocks_override=600) if compat.on_cpu() else {}
-    flags |= dict(tokens_only=True, max_model_len=work.prompt + work.cap + 8, max_num_seqs=min(512, (work.staleness + 1) * work.batch))
+    flags |= dict(tokens_only=True, max_model_len=work.prompt + work.cap + 8,
+                  max_num_seqs=min(512, (work.staleness + 1) * work.batch))
     with tempfile.TemporaryDirectory() as folder:
         toys.save_toy(folder, random_policy(shape), tokenizer)
         gc.collect()

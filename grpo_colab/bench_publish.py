@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from tqdm.auto import tqdm
 
 from . import compat, toys
 from .bench_sync import now, random_policy, with_lora
@@ -167,12 +168,13 @@ def measure_publish(
     times, loaded = dict(publish=[], load=[], confirmed=[]), []
     with tempfile.TemporaryDirectory() as place, AdapterStore(place, max_staleness=2, max_rank=16) as store, \
          busy(urls, clients, max_tokens) as load:
-        for version in range(versions + 1):
+        for version in (bar := tqdm(range(versions + 1), desc="versions")):
             _step(policy, version)
             time.sleep(rest)
             adapter, took = publish_version(store, policy, version, urls)
             loaded.append(adapter)
             load.model = adapter.name
+            bar.set_postfix({k: f"{v:.3f} s" for k, v in took.items()})
             _forget(store, urls, loaded, 3)
             if version == 0: before, begin, tokens = preemptions(urls), time.perf_counter(), load.tokens
             else: times = {k: [*times[k], took[k]] for k in times}
@@ -186,7 +188,7 @@ def publish_rows(
     versions:int=20,      # measured
     max_tokens:int=256,   # of each completion of the load
     **load,               # `clients` and `rest` of `measure_publish`
-) -> list[dict]: # one row
+): # yields one row
     "Start servers, measure, and end them."
     policy = random_policy(shape)
     quick = dict(kv_cache_memory_bytes=2**32, compilation_config=dict(mode=0, cudagraph_mode="FULL_DECODE_ONLY"))
@@ -194,10 +196,10 @@ def publish_rows(
     flags |= dict(load_format="dummy", name="base", memory=.6, max_model_len=max_tokens + 64, max_num_seqs=64)
     with tempfile.TemporaryDirectory() as d, Fleet.local(servers, base_directory(policy, d), **flags) as fleet:
         found = measure_publish(with_lora(policy), fleet.addresses, versions, max_tokens=max_tokens, **load)
-    if found["failed"]: raise RuntimeError(f"{len(found['failed'])} requests failed, the first with {found['failed'][0]}")
-    times = {f"{k}_s": found.pop(k) for k in ("publish", "load")}
-    return [dict(case=f"publish_{shape}", metric="publish_to_confirmed", unit="s", servers=servers, ours=found.pop("confirmed"))
-            | times | found]
+        if found["failed"]: raise RuntimeError(f"{len(found['failed'])} requests failed, the first with {found['failed'][0]}")
+        times = {f"{k}_s": found.pop(k) for k in ("publish", "load")}
+        row = dict(case=f"publish_{shape}", metric="publish_to_confirmed", unit="s", servers=servers, ours=found.pop("confirmed"))
+        yield row | times | found  # before the servers end, which takes a while
 
 # %% ../nbs/23ce_bench_publish.ipynb #90340383
 def publish_claims(
