@@ -24,6 +24,7 @@ from .generation import EngineGeneration
 from .interrupt import Guard, interruptible, uninterrupted
 from .policy import PackedGRPOTrainer
 from .rewards import RewardError, checked
+from .step_metrics import MeteredTrainer
 from .trace import Trace
 from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts_a_batch
 
@@ -31,7 +32,7 @@ from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts
 from transformers import TrainerCallback
 
 # %% ../nbs/09_colocate.ipynb #4711eeb6
-class ColocateGRPOTrainer(PackedGRPOTrainer):
+class ColocateGRPOTrainer(MeteredTrainer):
     "TRL's `GRPOTrainer` with an `Engine` in this process. Raises what `Engine` raises, and `ValueError` for bad arguments."
     def __init__(self,
         model,              # path, hub id, `PreTrainedModel` or `PeftModel`
@@ -115,13 +116,13 @@ class _Phases(TrainerCallback):
         self.trainer._paused = None
         metrics = {k: list(v) for k, v in self.trainer._metrics["train"].items()}
         self.before = dict(step=state.global_step, rng=rng_state(), metrics=metrics, tokens=state.num_input_tokens_seen)
-        self.trainer._guard.let_go()
+        self.trainer._guard.let_go(); self.trainer._step_begins()
         self._enter("step", step=state.global_step + 1)
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.trainer._guard.hold(); self._enter("optimizer")
     def on_step_end(self, args, state, control, **kwargs):  # not before the step is counted: the trace may fail
         for name in ("optimizer", "step"): self._leave(name)
-        self.trainer.memory.record()
+        self.trainer._step_done(); self.trainer.memory.record()
     def on_train_end(self, args, state, control, **kwargs): self.trainer._guard.let_go()
 
 # %% ../nbs/09_colocate.ipynb #e4e06717
@@ -251,7 +252,7 @@ def train(self:ColocateGRPOTrainer,
     self.engine._alive()
     path = self._resumable(resume_from_checkpoint)
     if not self._goes_on(path): self._paused, self._buffered_inputs = None, None
-    self._phases.before = {}
+    self._phases.before, self._meter = {}, None
     self._last_loaded_step = -1  # sync whatever the policy is now
     self.vllm_generation.begin()
     try:

@@ -7,7 +7,7 @@ __all__ = ['PHASES', 'TraceError', 'Span', 'rank_path', 'Trace', 'read_trace', '
            'to_perfetto']
 
 # %% ../nbs/02_trace.ipynb #1bb1ff65
-import errno, itertools, json, math, os, platform, shutil, threading, time, warnings
+import collections, errno, itertools, json, math, os, platform, shutil, threading, time, warnings
 from bisect import bisect_left, bisect_right
 from pathlib import Path
 
@@ -85,6 +85,7 @@ class Span:
         return self
     def __exit__(self, kind, err, tb):
         dur = self._trace._now() - self._start
+        self._trace.spent[self.name] += dur / 1e6
         if err is not None: self.args['error'] = repr(err)
         try: self._trace._emit(self.name, 'X', self._start, self.args, dur=dur)
         except TraceError as full:
@@ -114,7 +115,7 @@ class _Writer:
     ):
         "Raises `TraceError` when the file cannot be written or is no trace"
         self.path, self.rank, self.closed = None if path is None else rank_path(path, rank), rank, False
-        self._lock, self._list, self._fd = threading.RLock(), [], None
+        self._lock, self._list, self._fd, self.spent = threading.RLock(), [], None, collections.Counter() #: seconds by span
         self._threads, self._thread = itertools.count(), threading.local()
         self._zero = time.time_ns() - time.perf_counter_ns()
         if self.path is not None: self._fd = _open(self.path)

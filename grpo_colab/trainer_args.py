@@ -52,6 +52,8 @@ class _Rows(_Placement):
         help="Leave out completions whose advantage is 0: they change no weight."))
     compile_layers:bool = field(default=False, metadata=dict(
         help="Compile the policy's layers: faster steps, after a minute's start."))
+    peak_flops:float|None = field(default=None, metadata=dict(
+        help="FLOP/s that the GPU can do, for MFU. None: by its name; for one that is not known there is no MFU."))
 
 # %% ../nbs/08_trainer_args.ipynb #bff6a3d8
 @dataclass
@@ -93,6 +95,8 @@ def check_args(
     budget = getattr(args, "token_budget", "auto")
     if budget != "auto" and (not isinstance(budget, int) or budget < 1):
         raise ValueError(f"token_budget={budget!r}: 'auto', or a number of tokens, at least 1")
+    if (peak := getattr(args, "peak_flops", None)) is not None and peak <= 0:
+        raise ValueError(f"peak_flops={peak}: FLOP/s, such as 989e12; leave it out where it is not known")
 
 # %% ../nbs/08_trainer_args.ipynb #fb707627
 def check_dataset(
