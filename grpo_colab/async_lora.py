@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 
 from . import compat
-from .adapter_files import AdapterError, check_servable, describe_base
+from .adapter_files import AdapterError, adapter_parts, check_servable, describe_base
 from .async_args import AsyncLoRAGRPOConfig, check_async_args, limits_of
 from .checkpoint import check_checkpoint
 from .colocate import ColocateGRPOTrainer, _Phases, _trace_path
@@ -32,6 +32,7 @@ from .publisher import Publisher, snapshot
 from .rollout_worker import RolloutWorker
 
 # %% ../nbs/15d_async_lora.ipynb #ebe91df4
+from .share_of_time import OtherSide
 from .sharded import fsdp2_gather, zero3_gather
 from .trace import Trace
 from .trainer_args import check_dataset, prompts_a_batch
@@ -100,12 +101,16 @@ def next_groups(self:AsyncLoRAGRPOTrainer,
     for name, value in self.worker.metrics().items(): self._metrics["train"][f"rollouts/{name}"].append(float(value))
     return taken
 
+
+@patch
+def _of_a_step(self:AsyncLoRAGRPOTrainer, seconds): return self._other.since(self.publisher, seconds)
+
 # %% ../nbs/15d_async_lora.ipynb #ed03c5dc
 @patch
-def _copy(self:AsyncLoRAGRPOTrainer):
+def _copy(self:AsyncLoRAGRPOTrainer, parts=None):
     "The adapter as it is now, on all ranks."
     zero = self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3
-    return snapshot(self.model, zero3_gather if zero else fsdp2_gather if self.is_fsdp_enabled else None)
+    return snapshot(self.model, zero3_gather if zero else fsdp2_gather if self.is_fsdp_enabled else None, parts)
 
 @patch
 def adapter(self:AsyncLoRAGRPOTrainer,
@@ -148,7 +153,7 @@ def _new_run(self:AsyncLoRAGRPOTrainer):
     book.parent.mkdir(parents=True, exist_ok=True)
     book.write_text(json.dumps([*alive, store.run]))
 
-# %% ../nbs/15d_async_lora.ipynb #25bedd92
+# %% ../nbs/15d_async_lora.ipynb #250e07a6
 @patch
 def _told(self:AsyncLoRAGRPOTrainer, adapter):
     if self.worker: self.worker.use(adapter.name, adapter.version)
@@ -162,14 +167,19 @@ def _used(self:AsyncLoRAGRPOTrainer):
     if not self.worker: return ()
     with self.worker.hand.lock: return {g.model for g in self.worker.hand.flying.values()}
 
+# %% ../nbs/15d_async_lora.ipynb #d6d29246
 class _Rollouts(TrainerCallback):
     "Begins rollouts with training, and publishes after steps."
     def __init__(self, trainer): self.trainer = trainer
-    def on_train_begin(self, args, state, control, **kwargs): self.trainer._begin_rollouts()
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer._begin_rollouts()
+        self.parts, self.trainer._other = adapter_parts(self.trainer.model), OtherSide(self.trainer.worker)
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step % args.weight_sync_steps: return
-        with self.trainer.trace.span("sync", version=state.global_step): factors = self.trainer._copy()
-        if self.trainer.publisher: self.trainer.publisher.publish(factors, state.global_step)
+        self.trainer._phases._leave("optimizer")
+        with self.trainer.trace.span("sync", version=state.global_step):
+            taken = self.trainer._copy(self.parts)
+            if self.trainer.publisher: self.trainer.publisher.publish(taken, state.global_step)
 
 # %% ../nbs/15d_async_lora.ipynb #1ed8c4c7
 @patch

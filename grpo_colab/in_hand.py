@@ -68,8 +68,9 @@ class InHand:
         self.order, self.limits, self.clock, self.lock = order, limits, clock, threading.Condition()
         self.model, self.version, self.step = None, 0, 0  #: who samples; optimizer steps before the next batch
         self.flying, self.scored = {}, []   #: position -> group that is asked or judged; those that wait, oldest first
-        self.dropped, self.finished, self.idle = Counter(), 0, 0.  #: groups by cause; groups scored; seconds held back
-        self._tried, self._held = Counter(), None
+        self.dropped, self.finished = Counter(), 0  #: groups by cause; groups scored
+        self.idle = self.empty = 0.  #: seconds held back; seconds × share of requests that could be in flight and are not
+        self._tried, self._since = Counter(), None
 
     def usable(self,
         g:Group, # in hand
@@ -77,30 +78,33 @@ class InHand:
         "May it still be trained on?"
         return self.step - g.version <= self.limits.max_staleness
 
-# %% ../nbs/14c_in_hand.ipynb #47f51eb0
+# %% ../nbs/14c_in_hand.ipynb #db756e6e
 @patch
 def may_begin(self:InHand,
     asking:int, # requests in flight
 ) -> bool:      # is there room, and would it come in time?
-    "May another group begin? Time in which there is room and none may is counted as `idle`."
+    "May another group begin? Time in which there is room and none may is counted as `idle`, room itself as `empty`."
     lim, ahead = self.limits, len(self.flying) + len(self.scored)
     room = asking < lim.max_inflight_tasks
     used = self.step + ahead // lim.groups_a_batch * lim.steps_a_batch  # optimizer steps before it is used
     may = used - self.version <= lim.max_staleness and len(self.scored) * lim.num_generations < lim.queue_maxsize
-    self._count(room and not may)
+    self._count(room and not may, max(1 - asking / lim.max_inflight_tasks, 0))
     return room and may
 
+# %% ../nbs/14c_in_hand.ipynb #e08cac3b
 @patch
-def _count(self:InHand, idle):
-    now = self.clock()
-    if self._held is not None: self.idle += now - self._held
-    self._held = now if idle else None
+def _count(self:InHand, held, empty):
+    "Until now it was as noted; from now on this is how it is."
+    now, (then, was_held, was_empty) = self.clock(), self._since or (0., 0, 0)
+    self.idle, self.empty = self.idle + was_held * (now - then), self.empty + was_empty * (now - then)
+    self._since = now, held, empty
 
-# %% ../nbs/14c_in_hand.ipynb #0b37de7b
 @patch
-def held_back(self:InHand) -> float: # seconds
-    "How long there has been room and no group might begin, so far."
-    return self.idle + (0. if self._held is None else self.clock() - self._held)
+def waits(self:InHand) -> dict: # held_back, idle: seconds
+    "`idle` and `empty` up to now."
+    with self.lock:
+        if self._since: self._count(*self._since[1:])
+        return dict(held_back=self.idle, idle=self.empty)
 
 # %% ../nbs/14c_in_hand.ipynb #8fc7cf31
 @patch
@@ -132,7 +136,7 @@ def lose(self:InHand,
     self.dropped[cause] += 1
     self.order.done(g.position)
 
-# %% ../nbs/14c_in_hand.ipynb #242586c6
+# %% ../nbs/14c_in_hand.ipynb #24807dd1
 @patch
 def too_old(self:InHand) -> list[Group]: # in flight
     "Those that no batch can use any more."
@@ -151,14 +155,16 @@ def let_go(self:InHand,
         self._tried.pop(g.position)
         self.order.done(g.position)
 
+# %% ../nbs/14c_in_hand.ipynb #ea4fc577
 @patch
 def abandon(self:InHand):
     "Nothing in flight will arrive: all their prompts come again."
     for position in self.flying: self.order.back(position)
     self.flying = {}
-    self._count(False)
+    self.waits()
+    self._since = None  # nothing waits until something may begin again
 
-# %% ../nbs/14c_in_hand.ipynb #3cfe8400
+# %% ../nbs/14c_in_hand.ipynb #b14f0e79
 @patch
 def take(self:InHand,
     groups:int, # how many
@@ -174,7 +180,7 @@ def take(self:InHand,
     self._sort()
     return taken
 
-# %% ../nbs/14c_in_hand.ipynb #797f20bc
+# %% ../nbs/14c_in_hand.ipynb #a6ade5d0
 @patch
 def _too_soon(self:InHand, groups):
     "Would this batch pass over older ones in flight, so that some of what is left were too old in its turn?"

@@ -173,7 +173,7 @@ def metrics(self:RolloutWorker) -> dict: # name -> number
     self._seen = now, self.tokens
     return dict(inflight=self._requests, queue=len(hand.scored) * self.limits.num_generations, groups=hand.finished,
                 tokens_s=(self.tokens - tokens) / (now - then) if now > then else 0., retries=getattr(self._client, "retries", 0),
-                waiting_for_rollouts=self.waited, waiting_for_trainer=hand.held_back(),
+                waiting_for_rollouts=self.waited, waiting_for_trainer=hand.waits()["held_back"],
                 **{f"dropped/{k}": n for k, n in hand.dropped.items()})
 
 # %% ../nbs/14d_rollout_worker.ipynb #f7234a9d
