@@ -849,7 +849,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'grpo_colab.in_hand.InHand._too_soon': ('in_hand.html#inhand._too_soon', 'grpo_colab/in_hand.py'),
                                     'grpo_colab.in_hand.InHand.abandon': ('in_hand.html#inhand.abandon', 'grpo_colab/in_hand.py'),
                                     'grpo_colab.in_hand.InHand.begin': ('in_hand.html#inhand.begin', 'grpo_colab/in_hand.py'),
-                                    'grpo_colab.in_hand.InHand.held_back': ('in_hand.html#inhand.held_back', 'grpo_colab/in_hand.py'),
                                     'grpo_colab.in_hand.InHand.keep': ('in_hand.html#inhand.keep', 'grpo_colab/in_hand.py'),
                                     'grpo_colab.in_hand.InHand.let_go': ('in_hand.html#inhand.let_go', 'grpo_colab/in_hand.py'),
                                     'grpo_colab.in_hand.InHand.lose': ('in_hand.html#inhand.lose', 'grpo_colab/in_hand.py'),
