@@ -23,6 +23,10 @@ class _Elsewhere(ColocateGRPOConfig):
         help="Directory or hf://buckets/… that versions of the adapter are published in. None: adapters in output_dir."))
     store_seen_as:str|None = field(default=None, metadata=dict(
         help="Where the replicas have mounted that directory. None: at the same path."))
+    replicas:int = field(default=0, metadata=dict(
+        help="vLLM servers that the trainer starts on its own machine, and ends. 0: none, they are elsewhere."))
+    replica_gpus:list[int]|str = field(default="auto", metadata=dict(
+        help="GPUs for those. 'auto': those that no rank trains on; where there are none, all. 'none': the CPU."))
     weight_sync_steps:int = field(default=1, metadata=dict(help="Optimizer steps from one published version to the next."))
     publish_patience:float = field(default=120., metadata=dict(
         help="Seconds in which a version that cannot be published or announced is tried again."))
@@ -47,9 +51,15 @@ class AsyncLoRAGRPOConfig(_Elsewhere):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.off_policy == "clip": self.vllm_importance_sampling_correction = False
+        if self.off_policy == "clip" and self.vllm_mode == "server": self.vllm_importance_sampling_correction = False
 
-# %% ../nbs/15_async_args.ipynb #31ca18a2
+# %% ../nbs/15_async_args.ipynb #b57a713a
+def _check_replicas(args):
+    if args.replicas < 0: raise ValueError(f"replicas={args.replicas}: the number of servers to start, at least 0")
+    if args.replicas and args.vllm_server_base_url:
+        raise ValueError(f"replicas={args.replicas} and vllm_server_base_url={args.vllm_server_base_url!r}: leave one out")
+
+# %% ../nbs/15_async_args.ipynb #9d6f61fe
 def check_async_args(
     args, # an `AsyncLoRAGRPOConfig`
 ):
@@ -71,6 +81,7 @@ def check_async_args(
                          f"gradient_accumulation_steps={batch}: an optimizer step would need parts of batches")
     if (least := max(args.weight_sync_steps, steps // batch) - 1) > args.max_staleness:
         raise ValueError(f"max_staleness={args.max_staleness}: a version lasts {least + 1} steps, so at least {least}")
+    _check_replicas(args)
     limits_of(args)
 
 # %% ../nbs/15_async_args.ipynb #f2ef54f6

@@ -33,6 +33,7 @@ from .rollout_worker import RolloutWorker
 
 # %% ../nbs/15d_async_lora.ipynb #ebe91df4
 from .share_of_time import OtherSide
+from .own_fleet import own_fleet
 from .sharded import fsdp2_gather, zero3_gather
 from .trace import Trace
 from .trainer_args import check_dataset, prompts_a_batch
@@ -50,7 +51,7 @@ class AsyncLoRAGRPOTrainer(GivenGroupsTrainer):
         args=None,          # `AsyncLoRAGRPOConfig`
         train_dataset=None, # `Dataset` with a column "prompt"
         *rest,              # as TRL: eval_dataset, processing_class, …
-        fleet=None,         # `Fleet`, or the address of a proxy; None: `args.vllm_server_base_url`
+        fleet=None,         # `Fleet`, or the address of a proxy; None: `args.vllm_server_base_url`, or `args.replicas` of its own
         **kwargs, # as TRL: peft_config, callbacks, …
     ):
         compat.require("torch", "transformers", "trl", "vllm", "accelerate", "peft")
@@ -59,8 +60,10 @@ class AsyncLoRAGRPOTrainer(GivenGroupsTrainer):
         if isinstance(model, (str, Path)): check_checkpoint(model); model = str(model)
         self.args, self.vllm_generation, self._paused, self._guard = args, None, None, Guard()
         self.limits, self.url, self.worker, self.publisher = limits_of(args), _address(args, fleet), None, None
-        self.trace = Trace(_trace_path(args), rank=args.process_index)
-        try: self._build(model, reward_funcs, args, train_dataset, *rest, **kwargs)
+        self.trace, self.own_fleet = Trace(_trace_path(args), rank=args.process_index), None
+        try:
+            if not self.url: self._start_replicas(model, rest, kwargs)
+            self._build(model, reward_funcs, args, train_dataset, *rest, **kwargs)
         except BaseException:
             self.close(say=False)
             raise
@@ -77,12 +80,19 @@ def _check_parts(args, rewards, train, evaluation, kwargs):
         if kwargs.get(name): raise ValueError(f"{name} is not supported here yet: completions have one turn. Leave it out")
 
 def _address(args, fleet):
-    "The proxy's."
+    "The proxy's; None: servers are still to be started."
+    if fleet is not None and args.replicas: raise ValueError(f"fleet and replicas={args.replicas}: leave one of them out")
     if fleet is None: fleet = args.vllm_server_base_url
-    if fleet is None: raise ValueError("where are the replicas? Pass fleet=Fleet.local(…), or its proxy's address")
+    if fleet is None and args.replicas: return None
+    if fleet is None: raise ValueError("where are the replicas? Pass replicas=1, fleet=Fleet.local(…), or its proxy's address")
     return fleet if isinstance(fleet, str) else fleet.proxy()
 
 # %% ../nbs/15d_async_lora.ipynb #b91c54b0
+@patch
+def _start_replicas(self:AsyncLoRAGRPOTrainer, model, rest, kwargs):
+    tokenizer = rest[1] if rest[1:] else kwargs.get("processing_class")
+    self.own_fleet, self.url = own_fleet(model, self.args, kwargs.get("peft_config"), tokenizer)
+
 @patch
 def _build(self:AsyncLoRAGRPOTrainer, *args, **kwargs):
     with compat.trl_engine(partial(FleetGeneration, self)): PackedGRPOTrainer.__init__(self, *args, **kwargs)
@@ -229,9 +239,12 @@ def _save_rng_state(self:AsyncLoRAGRPOTrainer, output_dir):
 def close(self:AsyncLoRAGRPOTrainer,
     say:bool=True, # has no effect here
 ):
-    "End rollouts and trace; replicas forget this run's versions. The policy stays, and so does the fleet. Safe to call twice."
-    if self.worker: self.worker.stop()
-    if self.publisher: self.publisher.close()
+    "End rollouts, trace and servers of its own; others forget this run's versions. The policy stays. Safe to call twice."
+    try:
+        if self.worker: self.worker.stop()
+        if self.publisher: self.publisher.close()
+    finally:
+        if self.own_fleet: self.own_fleet.close()
     self._paused = None
     self.trace.close()
 
