@@ -167,17 +167,17 @@ class Config:
     "All that a run is made of."
     script:ScriptConfig # data and rewards
     model:object        # TRL's `ModelConfig`: checkpoint, dtype, LoRA
-    training:object     # `ColocateGRPOConfig`
+    training:object     # `AsyncLoRAGRPOConfig`, for both ways to sample
 
 def known_fields() -> dict: # field -> (dataclass, type, allowed values or None)
     "Every field that a config may have."
-    from grpo_colab.colocate import ColocateGRPOConfig
+    from grpo_colab.async_args import AsyncLoRAGRPOConfig
     from trl import ModelConfig
     known = {}
-    for cls in (ScriptConfig, ModelConfig, ColocateGRPOConfig):
+    for cls in (ScriptConfig, ModelConfig, AsyncLoRAGRPOConfig):
         hints = typing.get_type_hints(cls)
         known |= {f.name: (cls, hints[f.name], f.metadata.get("choices")) for f in dataclasses.fields(cls) if f.init}
-    known["resume_from_checkpoint"] = ColocateGRPOConfig, bool|str|None, None  # true: the newest one
+    known["resume_from_checkpoint"] = AsyncLoRAGRPOConfig, bool|str|None, None  # true: the newest one
     return known
 
 # %% ../nbs/22a_config.ipynb #105ee3e2
@@ -206,13 +206,24 @@ def _judge(known, name, value, where):
         raise ConfigError(f"{where}: {name} is {value!r}, expected {one_of(choices)}")
     return value
 
-# %% ../nbs/22a_config.ipynb #84a620ed
+# %% ../nbs/22a_config.ipynb #03451946
 def _check_engine_args(args, given):
     from grpo_colab.vllm_args import check_engine_args
     if not isinstance(args, dict): return
     try: check_engine_args(args)
     except TypeError as e: raise ConfigError(f"{given['engine_args'][1]}: {e}") from e
 
+def _choose_sampling(known, values, given):
+    "Without `vllm_mode` a run is co-located. What only servers use then asks for it: a forgotten line would go unseen."
+    from grpo_colab.trainer_args import ColocateGRPOConfig
+    both = {f.name for f in dataclasses.fields(ColocateGRPOConfig)} - {"vllm_server_base_url"}
+    for name in values if "vllm_mode" not in values else ():
+        if issubclass(known[name][0], ColocateGRPOConfig) and name not in both:
+            raise ConfigError(f"{given[name][1]}: {name} is for servers: add vllm_mode: server, or vllm_mode: colocate, "
+                              "where it has no effect")
+    values.setdefault("vllm_mode", "colocate")
+
+# %% ../nbs/22a_config.ipynb #9f6121c0
 def read_config(
     path:str|Path,           # the YAML file
     overrides:list[str]=(),  # as on the command line: ["--max_steps", "2"]
@@ -225,6 +236,7 @@ def read_config(
     for name in _REQUIRED:
         if not values.get(name): raise ConfigError(f"{path} has no {name}: add it, or pass --{name}")
     _check_engine_args(values.get("engine_args"), given)
+    _choose_sampling(known, values, given)
     values.setdefault("output_dir", f"runs/{Path(path).stem}")
     parts = []
     for cls in dict.fromkeys(c for c, *_ in known.values()):

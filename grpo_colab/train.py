@@ -141,19 +141,21 @@ def load_processor(
 # %% ../nbs/23_train.ipynb #6beca77d
 def build(
     config:Config, # from `read_config`
-): # `ColocateGRPOTrainer`, its engine running: close() it
+): # `ColocateGRPOTrainer`, or `AsyncLoRAGRPOTrainer` for `vllm_mode: server`; its engine or servers run: close() it
     "Load what a config names and make its trainer; what is cheap to check comes first."
+    if config.training.vllm_mode == "server" and not config.model.use_peft:
+        raise ConfigError("vllm_mode: server trains an adapter, as servers take no other weights: add use_peft: true")
     rewards = [load_reward(name) for name in config.script.reward_funcs]
     from grpo_colab.checkpoint import resume_from
     if (resume := config.training.resume_from_checkpoint): resume_from(resume, config.training.output_dir)
-    from grpo_colab.colocate import ColocateGRPOTrainer
+    from grpo_colab.grpo_trainer import grpo_trainer
     from trl import get_peft_config, get_quantization_config
     script, model, args, processor = config.script, config.model, config.training, load_processor(config)
     train = load_data(script, processor)
     test = load_data(script, processor, script.dataset_test_split) if args.eval_strategy != "no" else None
     args.model_init_kwargs = dict(revision=model.model_revision, attn_implementation=model.attn_implementation,
                                   dtype=model.dtype) | (args.model_init_kwargs or {})
-    return ColocateGRPOTrainer(model.model_name_or_path, rewards, args, train, test, processing_class=processor,
+    return grpo_trainer(model.model_name_or_path, rewards, args, train, test, processing_class=processor,
         peft_config=get_peft_config(model), quantization_config=get_quantization_config(model))
 
 # %% ../nbs/23_train.ipynb #9b51c535
@@ -172,7 +174,7 @@ def _samples(trainer, since):
     return rows or None
 
 def write_report(
-    trainer,        # `ColocateGRPOTrainer`
+    trainer,        # from `build`
     title:str,      # on top of the page
     since:float=0., # leave out what was recorded earlier, seconds since 1970
 ) -> Path: # report.html in the trainer's output_dir
@@ -213,14 +215,21 @@ def run(
 # %% ../nbs/23_train.ipynb #f613ee28
 _HELP = """usage: grpo-colab train CONFIG.yaml [--field value ...]
 
-Train a policy with GRPO as CONFIG.yaml says. Every field of the file can be given as an option, which wins.
+Train a policy with GRPO as CONFIG.yaml says. vLLM samples in this process, where it takes turns with training, or on
+servers while the policy trains:
+
+  --vllm_mode colocate      in this process (default)
+  --vllm_mode server        on servers, for LoRA (--use_peft): --replicas N starts N of them here, and ends them with the run;
+                            --vllm_server_base_url is the address of a proxy (grpo-colab serve, grpo-colab proxy)
+
+Every field of the file can be given as an option, which wins.
 Paths are relative to the working directory. Fields:
 
 {fields}
   --resume_from_checkpoint  a checkpoint-N directory, or true for the newest in output_dir
 
 and all of TRL's GRPOConfig and ModelConfig (--model_name_or_path, --learning_rate, --max_steps, --output_dir,
---use_peft, ...) and ours: --engine_args.NAME (an argument of vLLM's), --engine_dtype, --trace_path.
+--use_peft, ...) and ours: --engine_args.NAME (an argument of vLLM's), --engine_dtype, --trace_path, --max_staleness, ...
 
   --debug                   show the traceback of an error (TRL's field of that name is --debug=VALUE)"""
 
