@@ -163,3 +163,13 @@ def test_two_ranks(fleet, base, tmp_path):
     a, b = run_ranks("async_run.py", tmp_path, base, fleet.proxy(), 4)
     assert [x["step"] for x in a] == [1, 2, 3, 4] and [x["weights"] for x in a] == [x["weights"] for x in b]
     assert [len(x["prompts"]) for x in a] == [8] * 4  # 2 × 16 completions, four a prompt
+
+
+@pytest.mark.slow
+def test_two_ranks_start_their_own_server(tmp_path):
+    "Rank 0 starts and ends it, both train with it; one that does not start is said on both."
+    first, second = run_ranks("own_fleet_run.py", tmp_path)
+    for seen in (first, second): assert "FleetError" in seen["refused"] and "no such flag" in seen["refused"]
+    assert first["url"] == second["url"] and (first["owner"], second["owner"]) == (True, False)
+    assert first["steps"] == 2 and first["weights"] == second["weights"]
+    assert first["states"] == ["ended"] and (tmp_path/"base/model.safetensors").exists()
