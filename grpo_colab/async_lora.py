@@ -32,8 +32,8 @@ from .publisher import Publisher, snapshot
 from .rollout_worker import RolloutWorker
 
 # %% ../nbs/15d_async_lora.ipynb #ebe91df4
-from .share_of_time import OtherSide
 from .own_fleet import own_fleet
+from .share_of_time import OtherSide
 from .sharded import fsdp2_gather, zero3_gather
 from .trace import Trace
 from .trainer_args import check_dataset, prompts_a_batch
@@ -87,7 +87,7 @@ def _address(args, fleet):
     if fleet is None: raise ValueError("where are the replicas? Pass replicas=1, fleet=Fleet.local(…), or its proxy's address")
     return fleet if isinstance(fleet, str) else fleet.proxy()
 
-# %% ../nbs/15d_async_lora.ipynb #b91c54b0
+# %% ../nbs/15d_async_lora.ipynb #52980e7f
 @patch
 def _start_replicas(self:AsyncLoRAGRPOTrainer, model, rest, kwargs):
     tokenizer = rest[1] if rest[1:] else kwargs.get("processing_class")
@@ -101,7 +101,7 @@ def _build(self:AsyncLoRAGRPOTrainer, *args, **kwargs):
     self._phases = _Phases(self)
     for callback in (self._phases, _Rollouts(self)): self.callback_handler.callbacks.insert(0, callback)
 
-
+# %% ../nbs/15d_async_lora.ipynb #db3d35e4
 @patch
 def next_groups(self:AsyncLoRAGRPOTrainer,
     count:int, # how many
@@ -249,15 +249,8 @@ def close(self:AsyncLoRAGRPOTrainer,
     self.trace.close()
 
 # %% ../nbs/15d_async_lora.ipynb #8bbf4b96
-@patch(as_prop=True)
-def engine(self:AsyncLoRAGRPOTrainer): # what `ColocateGRPOTrainer` asks whether it lives
-    "Stands for the fleet."
-    return self.vllm_generation
-
-@patch(as_prop=True)
-def memory(self:AsyncLoRAGRPOTrainer): # what `ColocateGRPOTrainer` asks for a sample of memory
-    "Nobody shares this process's memory."
-    return self.vllm_generation
+#: what `ColocateGRPOTrainer` asks whether it lives, and for a sample of memory: nobody shares this process's
+AsyncLoRAGRPOTrainer.engine = AsyncLoRAGRPOTrainer.memory = property(lambda self: self.vllm_generation)
 
 # %% ../nbs/15d_async_lora.ipynb #abc8e4f9
 GAP = .1 #: nats a token, on average, between sampler and policy; bfloat16 differs by .01 to .03
