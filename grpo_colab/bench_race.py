@@ -8,7 +8,7 @@ __all__ = ['WAYS', 'WIDTH', 'gpus_of', 'start', 'greedy_accuracy', 'race_args', 
 
 # %% ../nbs/23ga_bench_race.ipynb #d0f3d19b
 import contextlib, gc, os, statistics, tempfile
-from unittest.mock import patch
+from unittest import mock
 
 import torch
 from tqdm.auto import tqdm
@@ -74,7 +74,7 @@ def race_args(
     "The arguments of each trainer."
     kind, more = (AsyncLoRAGRPOConfig, dict(max_staleness=2)) if way == "async" else (ColocateGRPOConfig, {})
     args = kind(folder, max_steps=steps, per_device_train_batch_size=batch, num_generations=8, max_completion_length=6, seed=seed,
-        learning_rate=2e-3, adam_beta2=.99, lr_scheduler_type="constant", shuffle_dataset=False, gradient_checkpointing=False,
+        learning_rate=3e-3, adam_beta2=.99, lr_scheduler_type="constant", shuffle_dataset=False, gradient_checkpointing=False,
         vllm_max_model_length=64, vllm_gpu_memory_utilization=.1, sleep_level=0, trace_path=None,
         engine_args=dict(seed=0, enforce_eager=compat.on_cpu()),  # of one seed: the next run takes the engine over
         logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, **more)
@@ -100,7 +100,7 @@ def racer(
         with contextlib.closing(trainer): yield trainer
     else:
         who = "ours" if way == "colocate" else "peer"
-        with patch.dict(os.environ), trainer_of(who, base, task.reward, args, data, **more) as trainer: yield trainer
+        with mock.patch.dict(os.environ), trainer_of(who, base, task.reward, args, data, **more) as trainer: yield trainer
 
 # %% ../nbs/23ga_bench_race.ipynb #75b58017
 class _Clock(TrainerCallback):
@@ -134,8 +134,8 @@ def run_of(
 def race_rows(
     ways:tuple=WAYS, # in this order, in turns
     seeds:int=3,     # runs of each
-    steps:int=100,   # optimizer steps of each run
-    batch:int=128,   # completions a step
+    steps:int=60,    # optimizer steps of each run
+    batch:int=512,   # completions a step
 ) -> list[dict]: # one a run, and what they took to the target
     "Train in all ways from all seeds. Raises `ValueError` for \"trl\" without \"colocate\" before it."
     if "trl" in ways and "colocate" not in ways[:ways.index("trl")]:
