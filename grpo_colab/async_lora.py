@@ -36,7 +36,7 @@ from .own_fleet import own_fleet
 from .share_of_time import OtherSide
 from .sharded import fsdp2_gather, zero3_gather
 from .trace import Trace
-from .trainer_args import check_dataset, prompts_a_batch
+from .trainer_args import check_dataset, prompts_a_batch, train_on_one_gpu
 
 # %% ../nbs/15d_async_lora.ipynb #c3ee735a
 from accelerate.utils import broadcast_object_list
@@ -58,7 +58,7 @@ class AsyncLoRAGRPOTrainer(GivenGroupsTrainer):
         check_async_args(args := args or AsyncLoRAGRPOConfig("grpo_colab-run"))
         _check_parts(args, reward_funcs, train_dataset, rest[0] if rest else kwargs.get("eval_dataset"), kwargs)
         if isinstance(model, (str, Path)): check_checkpoint(model); model = str(model)
-        self.args, self.vllm_generation, self._paused, self._guard = args, None, None, Guard()
+        self.args, self.vllm_generation, self._paused, self._guard = train_on_one_gpu(args), None, None, Guard()
         self.limits, self.url, self.worker, self.publisher = limits_of(args), _address(args, fleet), None, None
         self.trace, self.own_fleet = Trace(_trace_path(args), rank=args.process_index), None
         try:

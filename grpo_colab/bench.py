@@ -16,6 +16,7 @@ from .bench_curves import curve_claims, curve_rows
 from .bench_memory import memory_claims, one_base_row, peak_row, sleep_rows, teardown_row
 from .bench_pack import pack_claims, pack_rows, shared_rows
 from .bench_publish import publish_claims, publish_rows
+from .bench_race import race_claims, race_rows
 from .bench_rollout import rollout_claims, rollout_rows
 from .bench_step import CASES, step_claims, step_row
 from .bench_sync import SHAPES, decode_rows, result, slot_rows, sync_claims, sync_rows
@@ -23,10 +24,11 @@ from .bench_sync import SHAPES, decode_rows, result, slot_rows, sync_claims, syn
 # %% ../nbs/23d_bench.ipynb #1ef9013b
 #: bench -> its parts, in the order of measuring
 PARTS = dict(sync=("sync", "decode", "slot"), memory=("peak", "sleep", "one_base", "teardown"), rollout=("rollout",),
-             pack=("pack", "shared"), step=tuple(CASES), curves=("curves",), publish=("publish",), **{"async": ("ladder",)})
+             pack=("pack", "shared"), step=tuple(CASES), curves=("curves",), publish=("publish",),
+             **{"async": ("ladder", "race")})
 #: bench -> rows to claims
 CLAIMS = dict(sync=sync_claims, memory=memory_claims, rollout=rollout_claims, pack=pack_claims, step=step_claims,
-              curves=curve_claims, publish=publish_claims, **{"async": ladder_claims})
+              curves=curve_claims, publish=publish_claims, **{"async": lambda rows: ladder_claims(rows) | race_claims(rows)})
 
 # %% ../nbs/23d_bench.ipynb #87302ea3
 def _jobs(shapes, repeats, cycles, small):
@@ -42,6 +44,7 @@ def _jobs(shapes, repeats, cycles, small):
         pack=[partial(pack_rows, large, (40, 36, 50) if small else (1024,) * 16, min(repeats, 5), compiled=not small)],
         shared=[partial(shared_rows, large, *((24, 8, 4) if small else ()), repeats=min(repeats, 5))],
         curves=[partial(curve_rows, *((2, 6) if small else ()))],
+        race=[partial(race_rows, *((1, 6, 32) if small else ()))],
         ladder=[partial(ladder_rows, large, TINY if small else Work(others=min(repeats, 12)))],
         publish=[partial(publish_rows, large, versions=repeats, **(dict(servers=1, clients=2, max_tokens=16) if small else {}))],
         **{case: [partial(step_row, case, large, **sizes)] for case in CASES})
@@ -111,7 +114,7 @@ def main(
 ) -> int: # exit code; 1 when a measurement failed
     "Measure, print the claims, and write the file."
     p = argparse.ArgumentParser(prog="grpo-colab bench", description="Measure beside TRL and beside the limit.")
-    p.add_argument("name", choices=[*PARTS], help="one of the notebooks 23b to 23cf; `bench proxy` has its own --help")
+    p.add_argument("name", choices=[*PARTS], help="one of the notebooks 23b to 23cg; `bench proxy` has its own --help")
     p.add_argument("--shapes", nargs="+", choices=[*SHAPES, "toy"],
                    help="default: toy on a CPU; on a GPU all of sync, else the first two; where one is measured, the second")
     p.add_argument("--repeats", type=int, default=20, help="of each measurement (%(default)s)")

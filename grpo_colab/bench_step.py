@@ -6,7 +6,8 @@
 __all__ = ['CASES', 'lengths_of', 'fixed_lengths', 'config', 'trl_on', 'trainer_of', 'steps_of', 'step_row', 'step_claims']
 
 # %% ../nbs/23cc_bench_step.ipynb #901de89e
-import contextlib, gc, itertools, statistics, tempfile
+import contextlib, gc, itertools, os, statistics, tempfile
+from unittest import mock
 
 import numpy as np
 
@@ -85,9 +86,9 @@ def _prompts(number):
 def trl_on(
     engine, # an `Engine` that is awake
 ):
-    "While this is open, TRL's trainer samples with this engine's vLLM."
+    "While this is open, TRL's trainer samples with this vLLM. It sets LOCAL_RANK, and the next would use DDP."
     module = compat.engine_module(engine.llm)
-    with compat.trl_llm(instead=engine.llm), compat.plain_layers(module), real_stdout(): yield
+    with compat.trl_llm(instead=engine.llm), compat.plain_layers(module), real_stdout(), mock.patch.dict(os.environ): yield
 
 # %% ../nbs/23cc_bench_step.ipynb #32f2d2b1
 @contextlib.contextmanager

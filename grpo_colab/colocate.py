@@ -26,7 +26,7 @@ from .policy import PackedGRPOTrainer
 from .rewards import RewardError, checked
 from .step_metrics import MeteredTrainer
 from .trace import Trace
-from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts_a_batch
+from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts_a_batch, train_on_one_gpu
 
 # %% ../nbs/09_colocate.ipynb #88319a7e
 from transformers import TrainerCallback
@@ -46,7 +46,7 @@ class ColocateGRPOTrainer(MeteredTrainer):
         check_dataset("train_dataset", train_dataset, prompts_a_batch(args))
         check_dataset("eval_dataset", rest[0] if rest else kwargs.get("eval_dataset"))
         if isinstance(model, (str, Path)): check_checkpoint(model); model = str(model)
-        self.args, self.vllm_generation, self._paused, self._guard = args, None, None, Guard()
+        self.args, self.vllm_generation, self._paused, self._guard = train_on_one_gpu(args), None, None, Guard()
         self.trace = Trace(_trace_path(args), rank=args.process_index)
         try:
             with compat.trl_engine(partial(EngineGeneration, self)):

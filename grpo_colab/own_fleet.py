@@ -49,9 +49,10 @@ def replica_options(
     dtype = args.engine_dtype if args.engine_dtype != "auto" else None if visible_gpus() else "float32"  # not every CPU has bf16
     ours = dict(dtype=dtype, max_model_len=args.vllm_max_model_length, logprobs_mode="processed_logprobs",
                 revision=(args.model_init_kwargs or {}).get("revision"), trust_remote_code=args.trust_remote_code or None)
-    text = args.vllm_structured_outputs_regex or (args.generation_kwargs or {}).keys() & {"stop", "structured_outputs", "bad_words"}
+    asked = (args.generation_kwargs or {}).keys() & {"stop", "structured_outputs", "bad_words"}
     return dict(gpus=gpus, tensor_parallel=args.vllm_tensor_parallel_size, memory=args.vllm_gpu_memory_utilization,
-                lora_rank=rank, max_staleness=args.max_staleness, tokens_only=not text, **ours | (args.engine_args or {}))
+                lora_rank=rank, max_staleness=args.max_staleness, tokens_only=not (asked or args.vllm_structured_outputs_regex),
+                **ours | (args.engine_args or {}))
 
 # %% ../nbs/15cb_own_fleet.ipynb #9b230ee9
 def servable_base(
@@ -99,7 +100,6 @@ def own_fleet(
 ) -> tuple: # (`Fleet` on rank 0, None on others; address of its proxy)
     "Start servers for a run, on all ranks at once. Raises `ValueError`, `FleetError`, and what is raised on rank 0 on all."
     _check_room(args)
-    if args.n_gpu > 1: args._n_gpu = 1  # a process without torchrun trains on its first GPU, and replicas have the others
     fleet, box = None, [None]
     try:
         if args.process_index == 0: fleet, box[0] = _start(model, args, peft_config, tokenizer)
