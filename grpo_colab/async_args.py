@@ -25,8 +25,8 @@ class _Elsewhere(ColocateGRPOConfig):
         help="Where the replicas have mounted that directory. None: at the same path."))
     replicas:int = field(default=0, metadata=dict(
         help="vLLM servers that the trainer starts on its own machine, and ends. 0: none, they are elsewhere."))
-    replica_gpus:list[int]|str = field(default="auto", metadata=dict(
-        help="GPUs for those. 'auto': those that no rank trains on; where there are none, all. 'none': the CPU."))
+    replica_gpus:str = field(default="auto", metadata=dict(
+        help="GPUs for those, such as '1,2'. 'auto': those that no rank trains on; where there are none, all. 'none': the CPU."))
     weight_sync_steps:int = field(default=1, metadata=dict(help="Optimizer steps from one published version to the next."))
     publish_patience:float = field(default=120., metadata=dict(
         help="Seconds in which a version that cannot be published or announced is tried again."))
