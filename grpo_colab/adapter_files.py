@@ -57,10 +57,9 @@ def adapter_parts(
 def adapter_factors(
     model,       # live `PeftModel`, perhaps in shards
     gather=None, # `sharded.zero3_gather` or `fsdp2_gather`: context that gives a list of parameters whole
-    parts=None,  # from `adapter_parts`, which walks over all layers; None: it is asked
 ) -> dict[str, tuple]: # layer's name in a checkpoint -> (A [rank, columns], B [rows, rank], scale)
     "What the adapter in use adds to each layer. Raises `ValueError` for what vLLM cannot serve."
-    found = adapter_parts(model) if parts is None else parts
+    found = adapter_parts(model)
     params = [p for a, b, _ in found.values() for p in (a, b)]
     if gather is None:
         if any(hasattr(p, "ds_numel") or hasattr(p, "full_tensor") for p in params):

@@ -64,10 +64,10 @@ class Snapshot:
 def snapshot(
     policy,      # live `PeftModel`; on all ranks where it is in shards
     gather=None, # as `adapter_factors` takes it
-    parts=None,  # from `adapter_parts`; None: asked now
+    parts=None,  # from `adapter_parts`, once for all steps; shards are looked for each time, as they may be whole for a moment
 ) -> Snapshot:
     "The adapter as it is now. Raises `ValueError` for what cannot be served."
-    return Snapshot(parts if parts and gather is None else adapter_factors(policy, gather, parts))
+    return Snapshot(parts if parts and gather is None else adapter_factors(policy, gather))
 
 # %% ../nbs/15a_publisher.ipynb #be986ff7
 class Publisher:

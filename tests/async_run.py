@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import small  # before torch
+import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -16,18 +17,27 @@ from grpo_colab.async_args import AsyncLoRAGRPOConfig
 from grpo_colab.async_lora import AsyncLoRAGRPOTrainer
 
 
-def trainer(base, proxy, out, reward=small.short, **changes):
-    "A small one."
+SGD = dict(optim="sgd", learning_rate=.5, lr_scheduler_type="constant", max_grad_norm=0.)  # Adam divides rounding errors
+
+
+def trainer(base, proxy, out, reward=small.short, cls=AsyncLoRAGRPOTrainer, **changes):
+    "A small one, the same in every process."
+    torch.manual_seed(0)
     parts = dict(fleet=proxy, peft_config=LoraConfig(r=8, target_modules="all-linear"))
     changes = dict(vllm_mode="server", max_completion_length=6, learning_rate=1e-3, max_staleness=2, gradient_checkpointing=False,
                    request_patience=60., publish_patience=60.) | changes
-    return small.trainer(out, str(base), reward, cls=AsyncLoRAGRPOTrainer, config=AsyncLoRAGRPOConfig, parts=parts, **changes)
+    return small.trainer(out, str(base), reward, cls=cls, config=AsyncLoRAGRPOConfig, parts=parts, **changes)
 
 
 class Each(TrainerCallback):
     "Calls `does(step)` after each step."
     def __init__(self, does): self.does = does
     def on_step_end(self, args, state, control, **kwargs): self.does(state.global_step)
+
+
+def published(t):
+    "The adapter of this step, as replicas got it."
+    return t.publisher.store.load(t.publisher.wait())
 
 
 def main():

@@ -2,6 +2,7 @@
 import errno
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 from small import TOKENIZER, policy, rows, short  # before torch
-from async_run import Each, trainer
+import torch
+from async_run import SGD, Each, published, trainer
 from two_ranks import run_ranks
 
 from grpo_colab import toys
+from grpo_colab.compat import installed
 from grpo_colab.fleet import Fleet
 from grpo_colab.keeper import kin
 from grpo_colab.places import Directory
@@ -173,3 +176,44 @@ def test_two_ranks_start_their_own_server(tmp_path):
     assert first["url"] == second["url"] and (first["owner"], second["owner"]) == (True, False)
     assert first["steps"] == 2 and first["weights"] == second["weights"]
     assert first["states"] == ["ended"] and (tmp_path/"base/model.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def alone(fleet, base, tmp_path_factory):
+    "Two steps of one process: its groups in a file, its log, the adapter after each step."
+    out, groups, adapters = tmp_path_factory.mktemp("alone"), [], []
+    t = trainer(base, fleet.proxy(), out, max_steps=2, per_device_train_batch_size=32, **SGD)
+    t.add_callback(Each(lambda step: (groups.append(t._held[1]), adapters.append(published(t)))))
+    t.train()
+    (out/"groups.pkl").write_bytes(pickle.dumps(groups))
+    yield out/"groups.pkl", rows(t), adapters
+    t.close()
+
+
+def in_shards(kind, fleet, base, alone, out):
+    "Two ranks on the groups of one process, then on their own: the same loss, and the same adapter on the replicas."
+    groups, log, adapters = alone
+    a, b = run_ranks("async_ranks.py", out, base, fleet.proxy(), kind, groups)
+    assert a["version"] == 4 and a["padded"] == b["padded"] == ""
+    for one, two in zip(log, a["rows"]):
+        for name in ("loss", "reward"): assert abs(one[name] - two[name]) < 1e-6
+    for step, whole in enumerate(adapters, 1):
+        ours = torch.load(out/f"v{step}.pt")
+        assert ours.keys() == whole.keys()
+        assert max((ours[n] - whole[n]).abs().max() for n in whole) < 1e-6
+    assert max((adapters[0][n] - adapters[1][n]).abs().max() for n in whole) > 1e-3  # they move
+    return a
+
+
+def test_fsdp2(fleet, base, alone, tmp_path):
+    "All parameters are in shards, the adapter's too."
+    found = in_shards("fsdp2", fleet, base, alone, tmp_path)
+    assert (found["kind"], found["shards"]) == ("FSDP", [True, True])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3] if installed("deepspeed") else [])
+def test_zero(fleet, base, alone, tmp_path, stage):
+    "Stage 3 has all parameters in shards, stage 2 none."
+    found = in_shards(f"zero{stage}", fleet, base, alone, tmp_path)
+    assert (found["kind"], found["stage"], found["shards"]) == ("DEEPSPEED", stage, [stage == 3] * 2)
