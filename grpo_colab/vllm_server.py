@@ -44,7 +44,7 @@ def vllm_command(
     max_staleness:int=2,  # versions between sampling and training
     tensor_parallel:int=1, # GPUs for the server
     memory:float|None=None, # share of each GPU's memory; None: vLLM's own
-    tokens_only:bool=False, # token ids in and out alone: no text, no chat, no stop strings, and half the processor's work
+    tokens_only:bool=False, # token ids in and out alone: no text, no chat, no stop strings; less work for the processor
     python:str=sys.executable, # interpreter that has vLLM
     **options, # more of vLLM's own, with underscores; they win
 ) -> list[str]: # arguments
