@@ -17,7 +17,7 @@ from .colocate import ColocateGRPOTrainer
 from .core import engine_core
 from .engine import Engine
 from .trace import steps as traced
-from .trainer_args import ColocateGRPOConfig
+from .trainer_args import ColocateGRPOConfig, train_on_one_gpu
 from .vllm_args import real_stdout
 
 # %% ../nbs/23cc_bench_step.ipynb #f674ef83
@@ -104,7 +104,7 @@ def trainer_of(
     if who == "peer": Engine.running.wake()
     with contextlib.nullcontext() if who == "ours" else trl_on(Engine.running):
         kind = ColocateGRPOTrainer if who == "ours" else GRPOTrainer
-        trainer = kind(model, reward, args, data, processing_class=toys.toy_tokenizer(), **more)
+        trainer = kind(model, reward, train_on_one_gpu(args), data, processing_class=toys.toy_tokenizer(), **more)
         trainer.remove_callback(PrinterCallback)
         yield trainer
 
