@@ -45,9 +45,10 @@ def start(
     policy = toys.toy_model(tokenizer, **({} if cpu else dict(hidden=256)))
     toys.warm_up(policy, tokenizer, task)
     base = toys.save_toy(f"{folder}/base", policy if cpu else policy.to(torch.bfloat16), tokenizer)
-    small = dict(dtype="float32", enforce_eager=True, block_size=16, num_gpu_blocks_override=400) if cpu else dict(gpus=gpus[-1:])
+    small = dict(dtype="float32", enforce_eager=True, block_size=16, num_gpu_blocks_override=400)
+    if not cpu: small = dict(gpus=gpus[-1:], kv_cache_memory_bytes=2**30)  # of a toy, the usual cache has millions of blocks
     fleet = Fleet.local(1, base, name="toy", max_staleness=2, lora_rank=16, memory=.1, max_model_len=64, max_num_seqs=256,
-                        progress=False, **small)
+                        tokens_only=True, progress=False, **small)
     return base, greedy_accuracy(policy, task), fleet
 
 # %% ../nbs/23cg_bench_race.ipynb #2d3890b5
@@ -75,7 +76,7 @@ def race_args(
     return kind(folder, max_steps=steps, per_device_train_batch_size=batch, num_generations=8, max_completion_length=6, seed=seed,
         learning_rate=3e-3, adam_beta2=.99, lr_scheduler_type="constant", shuffle_dataset=False, gradient_checkpointing=False,
         vllm_max_model_length=64, vllm_gpu_memory_utilization=.1, sleep_level=0, trace_path=None,
-        engine_args=dict(seed=0, enforce_eager=compat.on_cpu()),  # of one seed: the next run takes the engine over
+        engine_args=dict(seed=0) | (dict(enforce_eager=True) if compat.on_cpu() else dict(kv_cache_memory_bytes=2**30)),
         logging_steps=1, save_strategy="no", report_to=[], disable_tqdm=True, **more)
 
 
