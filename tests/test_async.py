@@ -174,6 +174,16 @@ def test_two_ranks(fleet, base, tmp_path):
     assert [len(x["prompts"]) for x in a] == [8] * 4  # 2 × 16 completions, four a prompt
 
 
+@pytest.mark.slow
+def test_two_ranks_start_their_own_server(tmp_path):
+    "Rank 0 starts and ends it, both train with it; one that does not start is said on both."
+    first, second = run_ranks("own_fleet_run.py", tmp_path)
+    for seen in (first, second): assert "FleetError" in seen["refused"] and "no such flag" in seen["refused"]
+    assert first["url"] == second["url"] and (first["owner"], second["owner"]) == (True, False)
+    assert first["steps"] == 2 and first["weights"] == second["weights"]
+    assert first["states"] == ["ended"] and (tmp_path/"base/model.safetensors").exists()
+
+
 @pytest.fixture(scope="module")
 def alone(fleet, base, tmp_path_factory):
     "Two steps of one process: its groups in a file, its log, the adapter after each step."
