@@ -14,6 +14,7 @@ from peft import IA3Config, LoraConfig, VeraConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from clock import without_clock
 from small import TASK, TOKENIZER, changed, check_trained, policy, rows, short, trainer, weights
 from grpo_colab import compat, toys
 from grpo_colab.colocate import ColocateGRPOConfig, ColocateGRPOTrainer
@@ -387,7 +388,6 @@ def replayed(out, cls, calls, model, **options):
     return t, events
 
 
-TIMES = ("step_time", "runtime", "per_second")
 PARITY = LOSSES | {k: OPTIONS[k] for k in ("scale_batch", "two_iterations", "both", "accumulation", "entropy", "off_policy_mask")} | dict(
     reference=dict(beta=.1), two_epochs=dict(num_train_epochs=2, max_steps=-1))
 
@@ -401,8 +401,7 @@ def both_ways(name, saved, tmp_path, **ours):
     calls = recorded(tmp_path/"recorded", model=saved, **data, **options)
     with compat.trl_engine(NoEngine): theirs = replayed(tmp_path/"theirs", GRPOTrainer, calls, saved, **data, **options)
     mine = replayed(tmp_path/"ours", ColocateGRPOTrainer, calls, saved, **data, **options, **ours)
-    logs = [[{k: v for k, v in row.items() if not any(w in k for w in TIMES)} for row in t.state.log_history]
-            for t, _ in (theirs, mine)]
+    logs = [[without_clock(row) for row in t.state.log_history] for t, _ in (theirs, mine)]
     assert theirs[1].seen == mine[1].seen
     assert len(theirs[1].grads) == len(mine[1].grads) == mine[0].state.global_step
     return theirs, mine, logs

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from clock import without_clock
 from grpo_colab.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,7 +62,7 @@ def child(home, *command, **env):
 def logs(checkpoint):
     "Step -> what was logged there, without what a clock says."
     history = json.loads((checkpoint/"trainer_state.json").read_text())["log_history"]
-    return {row["step"]: {k: v for k, v in row.items() if "time" not in k} for row in history}
+    return {row["step"]: without_clock(row) for row in history}
 
 
 # a dataset of 16 problems is 8 steps long, of 4 problems 2 steps, of 6 problems 3 steps
