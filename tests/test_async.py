@@ -153,6 +153,7 @@ def train(out, *args, code=0):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_trainer_is_killed(fleet, base, tmp_path):
     "It goes on from its checkpoint: no prompt skipped, none trained on twice, nothing of the dead run left."
     first = train(tmp_path, base, fleet.proxy(), 6, "--kill-at", 5, code=-signal.SIGKILL)

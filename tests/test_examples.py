@@ -1,6 +1,7 @@
 """The examples that are programs: what they ask for, and a short real run."""
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,23 @@ ROOT = Path(__file__).resolve().parent.parent
 JOBS = ROOT/"examples/hf_jobs"
 
 
-def program(*argv, code=0, **env):
-    "Run one; what it printed."
+def asked(capsys, monkeypatch, *argv, code=0, **env):
+    "What one prints that ends before it begins, in this process."
+    monkeypatch.setattr(sys, "argv", list(map(str, argv)))
+    monkeypatch.syspath_prepend(str(argv[0].parent))
+    for name, value in env.items(): monkeypatch.setenv(name, value)
+    try: runpy.run_path(str(argv[0]), run_name="__main__")
+    except SystemExit as e: assert (e.code or 0) == code, e.code
+    said = capsys.readouterr()
+    return said.out + said.err * bool(code)
+
+
+def program(*argv, **env):
+    "Run one in a process of its own; what it printed."
     env = os.environ | dict(PYTHONPATH=str(ROOT)) | env
     done = subprocess.run([sys.executable, *map(str, argv)], env=env, text=True, stdin=subprocess.DEVNULL, capture_output=True)
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-4000:]
-    return done.stdout + done.stderr * bool(code)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -53,19 +65,19 @@ def test_replicas_are_ready_for_the_trainer(jobs):
     assert jobs[1]["env"]["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
 
 
-def test_a_trainer_elsewhere_has_exposed_replicas():
-    alone = json.loads(program(JOBS/"trainer.py", "--bucket", "me/grpo", "--replicas", "1", "--dry-run"))
+def test_a_trainer_elsewhere_has_exposed_replicas(capsys, monkeypatch):
+    alone = json.loads(asked(capsys, monkeypatch, JOBS/"trainer.py", "--bucket", "me/grpo", "--replicas", "1", "--dry-run"))
     assert alone[0]["expose"] == [8000] and "network_group" not in alone[0]
 
 
-def test_a_wrong_option_is_said_before_a_job_starts():
-    said = program(JOBS/"start.py", "--bucket", "me/grpo", "--dry-run", "--", "--max_stpes", "3", code=2)
+def test_a_wrong_option_is_said_before_a_job_starts(capsys, monkeypatch):
+    said = asked(capsys, monkeypatch, JOBS/"start.py", "--bucket", "me/grpo", "--dry-run", "--", "--max_stpes", "3", code=2)
     assert "--max_stpes" in said
-    assert "--bucket OWNER/NAME, or --stop TAG" in program(JOBS/"start.py", code=2)
+    assert "--bucket OWNER/NAME, or --stop TAG" in asked(capsys, monkeypatch, JOBS/"start.py", code=2)
 
 
-def test_h200_says_what_it_needs():
-    said = program(ROOT/"examples/async_lora_h200.py", "--help")
+def test_h200_says_what_it_needs(capsys, monkeypatch):
+    said = asked(capsys, monkeypatch, ROOT/"examples/async_lora_h200.py", "--help")
     for words in ("What it needs", "What it costs", "How to stop it", "--replicas"): assert words in said
 
 
