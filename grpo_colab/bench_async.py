@@ -15,7 +15,7 @@ import torch
 from . import compat, toys
 from .async_args import AsyncLoRAGRPOConfig
 from .async_lora import AsyncLoRAGRPOTrainer
-from .bench_step import lengths_of
+from .bench_step import any_reward, lengths_of, letter_prompts
 from .bench_sync import now, random_policy
 from .fleet import Fleet
 from .vllm_server import visible_gpus
@@ -66,13 +66,6 @@ def ladder(
     return dict(zip(adds, so_far))
 
 # %% ../nbs/23cf_bench_async.ipynb #0dc9bf73
-def _prompts(work):
-    from datasets import Dataset
-    letters = np.random.default_rng(0).integers(0, 26, (1024, work.prompt))
-    return Dataset.from_dict(dict(prompt=["".join(chr(97 + c) for c in row) for row in letters]))
-
-def _reward(completion_ids, **columns): return [float(sum(ids) % 7) for ids in completion_ids]
-
 class _Drawn(AsyncLoRAGRPOTrainer):
     "Each completion has a length of its own."
     lengths = ()
@@ -125,8 +118,9 @@ def one_run(
         args = AsyncLoRAGRPOConfig(out, num_generations=8, max_completion_length=work.cap, max_steps=steps,
             report_to=[], save_strategy="no", logging_steps=1, learning_rate=1e-6, lr_scheduler_type="constant",
             disable_tqdm=True, trace_path=None, max_staleness=work.staleness, **options)
-        trainer = _Drawn(policy, _reward, args, _prompts(work), processing_class=toys.toy_tokenizer(), fleet=fleet,
-                         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
+        lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+        trainer = _Drawn(policy, any_reward, args, letter_prompts(1024, work.prompt), processing_class=toys.toy_tokenizer(),
+                         fleet=fleet, peft_config=lora)
         trainer.lengths = lengths_of("lognormal", 8192, work.median, work.cap)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(clock := _Clock(trainer))

@@ -6,7 +6,7 @@
 __all__ = ['in_a_loop', 'ask_all', 'text_both_ways', 'FleetGeneration']
 
 # %% ../nbs/15b_fleet_generation.ipynb #e3afd9a1
-import asyncio, copy, os, threading
+import asyncio, copy, threading
 
 import torch
 from fastcore.basics import patch
@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from . import compat
 from .completion_client import CompletionClient
 from .completions import together
-from .generation import rows_for
+from .generation import choose_rows
 from .rollouts import Rollouts, from_lists
 
 # %% ../nbs/15b_fleet_generation.ipynb #4eb90a42
@@ -94,15 +94,9 @@ class FleetGeneration:
 # %% ../nbs/15b_fleet_generation.ipynb #0ff58d80
 @patch
 def _choose_rows(self:FleetGeneration, args):
-    "Rows as large as fit, and without computing layers twice where there is room."
-    if not getattr(args, "choose_checkpointing", False) and args.token_budget != "auto": return
-    if compat.on_cpu(): total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-    else: total = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()  # a replica may have the rest
-    args.token_budget, on = rows_for(args, self.model, total, None)
-    for name in ("gradient_checkpointing", "activation_checkpointing"):  # the second is its name since Transformers 5.24
-        if hasattr(args, name): setattr(args, name, on)
-    if not on: self.model.gradient_checkpointing_disable()
-    self.trainer.trace.event("rows", token_budget=args.token_budget, gradient_checkpointing=on)
+    "In what is free: a replica may have the rest."
+    total = None if compat.on_cpu() else torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
+    choose_rows(args, self, total, None)
 
 @patch
 def sampling(self:FleetGeneration) -> dict: # for JSON

@@ -11,11 +11,11 @@ from pathlib import Path
 
 from .checkpoint import whole_or_gone
 from .fleet import Fleet
+from .given_groups import by_rank_0
 from .policy_weights import base_model, base_weights
 from .vllm_server import served_rank, visible_gpus
 
 # %% ../nbs/15cb_own_fleet.ipynb #70215396
-from accelerate.utils import broadcast_object_list
 from transformers import AutoProcessor
 
 # %% ../nbs/15cb_own_fleet.ipynb #e9c87c03
@@ -100,12 +100,10 @@ def own_fleet(
 ) -> tuple: # (`Fleet` on rank 0, None on others; address of its proxy)
     "Start servers for a run, on all ranks at once. Raises `ValueError`, `FleetError`, and what is raised on rank 0 on all."
     _check_room(args)
-    fleet, box = None, [None]
-    try:
-        if args.process_index == 0: fleet, box[0] = _start(model, args, peft_config, tokenizer)
-    except Exception as e:
-        if args.world_size == 1: raise
-        box = [e]
-    if args.world_size > 1: broadcast_object_list(box)
-    if isinstance(box[0], Exception): raise box[0]
-    return fleet, box[0]
+    fleets = []
+    def start():
+        fleet, url = _start(model, args, peft_config, tokenizer)
+        fleets.append(fleet)
+        return url
+    url = by_rank_0(start, args.process_index, args.world_size)
+    return fleets[0] if fleets else None, url
