@@ -60,7 +60,7 @@ def ladder(
                              gradient_accumulation_steps=work.batch // work.at_once),
         "no checkpointing": dict(gradient_checkpointing=False),
         "more in flight": dict(max_inflight_tasks=(work.staleness + 1) * work.batch),
-        "all": dict(share_prompts="auto"),
+        "all": dict(share_prompts="auto", compile_layers=not compat.on_cpu()),
     }
     so_far = itertools.accumulate(adds.values(), lambda have, more: have | more)
     return dict(zip(adds, so_far))
