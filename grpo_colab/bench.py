@@ -45,7 +45,7 @@ def _jobs(shapes, repeats, cycles, small):
         shared=[partial(shared_rows, large, *((24, 8, 4) if small else ()), repeats=min(repeats, 5))],
         curves=[partial(curve_rows, *((2, 6) if small else ()))],
         race=[partial(race_rows, *((1, 6, 32) if small else ()))],
-        ladder=[partial(ladder_rows, large, TINY if small else Work(others=min(repeats, 12)))],
+        ladder=[partial(ladder_rows, large, TINY if small else Work(steps=(3, min(repeats, 12))))],
         publish=[partial(publish_rows, large, versions=repeats, **(dict(servers=1, clients=2, max_tokens=16) if small else {}))],
         **{case: [partial(step_row, case, large, **sizes)] for case in CASES})
 

@@ -35,19 +35,18 @@ class Work:
     staleness:int = 2   # optimizer steps between sampling and training, at most
     budget:int = 16_384 # tokens of a row
     at_once:int = 16    # completions a micro-batch, as TRL counts
-    warm:int = 3        # steps that are not counted: what compiles, and a queue that is not yet what it will be
-    steps:dict = field(default_factory=lambda: {"batch 1": 2})  # run -> steps that are counted
-    others:int = 12     # steps of the runs that are not in `steps`
+    steps:tuple = (3, 12)  # not counted (what compiles, and a queue that is not yet what it will be), and counted after them
+    slow:dict = field(default_factory=lambda: {"batch 1": (1, 2)})  # run -> the same, where a step takes half a minute
 
-    def counted(self,
+    def steps_of(self,
         run:str, # name
-    ) -> int: # steps
-        "How many steps of a run count."
-        return self.steps.get(run, self.others)
+    ) -> tuple[int, int]: # steps that are not counted, then steps that are
+        "How long a run is."
+        return self.slow.get(run, self.steps)
 
 # %% ../nbs/23cf_bench_async.ipynb #eba3e908
 #: for a CPU
-TINY = Work(batch=16, prompt=8, median=6, cap=12, budget=64, at_once=8, warm=1, steps={"batch 1": 2}, others=3)
+TINY = Work(batch=16, prompt=8, median=6, cap=12, budget=64, at_once=8, steps=(1, 3))
 
 def ladder(
     work:Work, # done in each run
@@ -112,7 +111,7 @@ def one_run(
     work:Work,   # to be done
 ): # the trainer after its steps, closed; its `_Clock`
     "A fresh adapter on the base, and as many steps as are counted and more."
-    steps, dtype = work.warm + work.counted(name), torch.float32 if compat.on_cpu() else torch.bfloat16
+    steps, dtype = sum(work.steps_of(name)), torch.float32 if compat.on_cpu() else torch.bfloat16
     policy = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     with tempfile.TemporaryDirectory() as out:
         args = AsyncLoRAGRPOConfig(out, num_generations=8, max_completion_length=work.cap, max_steps=steps,
@@ -141,7 +140,7 @@ def row_of(
     work:Work,  # done
 ) -> dict: # seconds of each counted step; samples/s, sampled tokens/s; what was logged in each
     "One run in numbers. Everything is of the counted steps."
-    w, ends, sampled = work.warm, clock.ends, clock.sampled
+    (w, _), ends, sampled = work.steps_of(name), clock.ends, clock.sampled
     logs, wall = [log for log in trainer.state.log_history if "loss" in log][w:], ends[-1] - ends[w - 1]
     return dict(case=f"async_{max(1, len(visible_gpus()))}gpu_{shape}_{name}", metric="async", unit="s", run=name,
         ours=np.diff(ends[w - 1:]).tolist(), samples_per_s=work.batch * len(logs) / wall,

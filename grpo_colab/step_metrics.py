@@ -65,37 +65,54 @@ def _forward(self:MeteredTrainer, model, window, which, *args, **kwargs):
     if self._meter and self.model.training and which is not None: self._add_row(window, which)
     return PackedGRPOTrainer._forward(self, model, window, which, *args, **kwargs)
 
-# %% ../nbs/08c_step_metrics.ipynb #69875ebf
+# %% ../nbs/08c_step_metrics.ipynb #b825e86d
 @patch
 def _add_row(self:MeteredTrainer, window, which):
     "Count a row, forward and backward or forward alone."
-    work, self._costs = self._meter.work, self._costs or costs(self.model)
     computed, seen, scored = row_sizes(which, *window.lengths, window.same)
+    self._add(seen, scored.sum(), computed, scored.sum(), seen)
+
+@patch
+def _add(self:MeteredTrainer, lengths, tokens, computed, scored, seen=None):
+    "Sequences of these lengths with that many completion tokens; and what is computed for them, as `flops` takes it."
+    work, self._costs = self._meter.work, self._costs or costs(self.model)
     lora, train = hasattr(self.model, "peft_config"), torch.is_grad_enabled()
     again = bool(self.args.gradient_checkpointing or getattr(self.args, "activation_checkpointing", False))
-    done = flops(self._costs, computed, scored.sum(), lora and train, seen, again and train)
+    done = flops(self._costs, computed, scored, lora and train, seen, again and train)
     work.executed += done if train else done / 3
     if not train: return
     work.passes += done
-    work.nominal += flops(self._costs, seen)
-    work.tokens += float(scored.sum())
+    work.nominal += flops(self._costs, lengths)
+    work.tokens += float(tokens)
 
-# %% ../nbs/08c_step_metrics.ipynb #35d4b8e4
+# %% ../nbs/08c_step_metrics.ipynb #e0d39231
 @patch
 def _train(self:MeteredTrainer, model, window):
     if not self._meter: return PackedGRPOTrainer._train(self, model, window)
-    work, device = self._meter.work, self.accelerator.device
-    work.begun = moment(device)
-    loss = PackedGRPOTrainer._train(self, model, window)
-    if self.accelerator.num_processes > 1:
-        mine = torch.tensor([work.nominal, work.executed, work.passes, work.tokens], device=device)
-        work.nominal, work.executed, work.passes, work.tokens = self.accelerator.reduce(mine, "sum").tolist()
-    return loss
+    self._meter.work.begun = moment(self.accelerator.device)
+    return PackedGRPOTrainer._train(self, model, window)
 
 @patch
 def _settle(self:MeteredTrainer, *args):
     if self._meter: self._meter.work.ended = moment(self.accelerator.device)
     return PackedGRPOTrainer._settle(self, *args)  # which waits for the device, so that later nobody has to
+
+# %% ../nbs/08c_step_metrics.ipynb #6d5efe14
+@patch
+def _get_per_token_logps_and_entropies(self:MeteredTrainer, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+    if self._meter and self.model.training and self._given is None and self.padded_because(model):
+        work, (n, padded) = self._meter.work, input_ids.shape
+        if torch.is_grad_enabled(): work.begun = work.begun or moment(self.accelerator.device)
+        tokens = attention_mask[:, -logits_to_keep:].sum()
+        self._add(attention_mask.sum(1).tolist(), tokens, [padded] * n, n * (logits_to_keep + 1))
+    return PackedGRPOTrainer._get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs)
+
+@patch
+def training_step(self:MeteredTrainer, *args, **kwargs):
+    loss = PackedGRPOTrainer.training_step(self, *args, **kwargs)
+    if self._meter and self.padded_because(): self._meter.work.ended = moment(self.accelerator.device)
+    return loss
 
 # %% ../nbs/08c_step_metrics.ipynb #da202370
 @patch
@@ -116,6 +133,12 @@ def _mfu(self:MeteredTrainer, seconds):
 
 # %% ../nbs/08c_step_metrics.ipynb #d60359f5
 @patch
+def _sum_of_ranks(self:MeteredTrainer, work):
+    if self.accelerator.num_processes == 1: return
+    mine = torch.tensor([work.nominal, work.executed, work.passes, work.tokens], device=self.accelerator.device)
+    work.nominal, work.executed, work.passes, work.tokens = self.accelerator.reduce(mine, "sum").tolist()
+
+@patch
 def _step_begins(self:MeteredTrainer):
     self._meter = self._meter or StepMeter()
     self._meter.begin(self.trace.spent)
@@ -124,6 +147,7 @@ def _step_begins(self:MeteredTrainer):
 def _step_done(self:MeteredTrainer):
     "Log what the step cost."
     seconds, shares = self._meter.end(self.trace.spent)
+    self._sum_of_ranks(self._meter.work)
     said = {f"share/{cause}": share for cause, share in shares.items()} | self._mfu(seconds)
     if self._meter.work.passes: said["trained/tokens_s"] = self._meter.work.tokens / seconds
     counters = {}

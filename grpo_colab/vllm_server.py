@@ -69,6 +69,7 @@ def vllm_environment(
     ours = dict(VLLM_ALLOW_RUNTIME_LORA_UPDATING="1", VLLM_SERVER_DEV_MODE=str(int(development)), VLLM_API_KEY=key,
                 VLLM_NO_USAGE_STATS="1", PYTHONUNBUFFERED="1", CUDA_VISIBLE_DEVICES=None if gpus is None else ",".join(gpus))
     if gpus is None: ours.pop("CUDA_VISIBLE_DEVICES")
+    if gpus: ours["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # more only slow down the load of an adapter
     env |= {k: str(v) for k, v in (ours | more).items() if v is not None}
     return {k: v for k, v in env.items() if (ours | more).get(k, "") is not None}
 
