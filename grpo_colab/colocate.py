@@ -22,7 +22,6 @@ from .checkpoint import check_checkpoint, resume_from, whole_or_gone
 from .engine import Engine
 from .generation import EngineGeneration
 from .interrupt import Guard, interruptible, uninterrupted
-from .policy import PackedGRPOTrainer
 from .rewards import RewardError, checked
 from .step_metrics import MeteredTrainer
 from .trace import Trace
@@ -128,21 +127,21 @@ class _Phases(TrainerCallback):
 # %% ../nbs/09_colocate.ipynb #e4e06717
 @patch
 def _prepare_inputs(self:ColocateGRPOTrainer, generation_batch):
-    inputs = PackedGRPOTrainer._prepare_inputs(self, generation_batch)
+    inputs = MeteredTrainer._prepare_inputs(self, generation_batch)
     tokens = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
     if self.model.training: self._phases._enter("train", tokens=tokens)
     return inputs
 
 @patch
 def training_step(self:ColocateGRPOTrainer, model, inputs, num_items_in_batch=None):
-    loss = PackedGRPOTrainer.training_step(self, model, inputs, num_items_in_batch)
+    loss = MeteredTrainer.training_step(self, model, inputs, num_items_in_batch)
     self._phases._leave("train")
     return loss
 
 @patch
 def _get_per_token_logps_and_entropies(self:ColocateGRPOTrainer, *args, **kwargs):
     with nullcontext() if torch.is_grad_enabled() or self._given else self.trace.span("logprobs"):
-        return PackedGRPOTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
+        return MeteredTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
 
 # %% ../nbs/09_colocate.ipynb #cd246f32
 @patch
@@ -150,12 +149,12 @@ def evaluate(self:ColocateGRPOTrainer, *args, **kwargs):
     state = rng_state()  # so that a run is the same, evaluated or not
     self._metrics["eval"].clear()  # of an evaluation that failed
     try:
-        with self.trace.span("evaluate"), interruptible(): return PackedGRPOTrainer.evaluate(self, *args, **kwargs)
+        with self.trace.span("evaluate"), interruptible(): return MeteredTrainer.evaluate(self, *args, **kwargs)
     finally: set_rng_state(state)
 
 @patch
 def log(self:ColocateGRPOTrainer, logs, start_time=None):
-    PackedGRPOTrainer.log(self, logs, start_time)
+    MeteredTrainer.log(self, logs, start_time)
     for counter, names in COUNTERS.items():
         values = {label: logs[name] for label, name in names.items() if isinstance(logs.get(name), (int, float))}
         if values: self.trace.count(counter, **values)
@@ -177,7 +176,7 @@ def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, c
     self.reward_funcs = [f if isinstance(f, torch.nn.Module) else checked(f) for f in funcs]
     try:
         with self.trace.span("reward", completions=len(completions)):
-            rewards = PackedGRPOTrainer._calculate_rewards(self, inputs, prompts, completions, completion_ids_list)
+            rewards = MeteredTrainer._calculate_rewards(self, inputs, prompts, completions, completion_ids_list)
     finally: self.reward_funcs = funcs
     unjudged = torch.isnan(rewards).all(dim=1).nonzero().flatten().tolist()
     if unjudged:
@@ -196,7 +195,7 @@ class _ByEpoch(torch.utils.data.Sampler):
 
 @patch
 def _get_train_sampler(self:ColocateGRPOTrainer, dataset=None):
-    sampler = PackedGRPOTrainer._get_train_sampler(self, dataset)
+    sampler = MeteredTrainer._get_train_sampler(self, dataset)
     return _ByEpoch(sampler, self) if getattr(sampler, "generator", None) is not None else sampler
 
 # %% ../nbs/09_colocate.ipynb #d08ef48b
@@ -204,7 +203,7 @@ def _get_train_sampler(self:ColocateGRPOTrainer, dataset=None):
 def _save_checkpoint(self:ColocateGRPOTrainer, model, trial):
     path = Path(self._get_output_dir(trial))/f"checkpoint-{self.state.global_step}"
     with self.trace.span("checkpoint", step=self.state.global_step), uninterrupted(), whole_or_gone(path):
-        PackedGRPOTrainer._save_checkpoint(self, model, trial)
+        MeteredTrainer._save_checkpoint(self, model, trial)
 
 # %% ../nbs/09_colocate.ipynb #54cae45e
 @patch
@@ -256,7 +255,7 @@ def train(self:ColocateGRPOTrainer,
     self._last_loaded_step = -1  # sync whatever the policy is now
     self.vllm_generation.begin()
     try:
-        done = PackedGRPOTrainer.train(self, resume_from_checkpoint=path, **kwargs)
+        done = MeteredTrainer.train(self, resume_from_checkpoint=path, **kwargs)
         self._paused = None
         return done
     except BaseException as e:
@@ -267,13 +266,13 @@ def train(self:ColocateGRPOTrainer,
 @patch
 def _init_training_state(self:ColocateGRPOTrainer, max_steps, per_epoch, epochs, *args):
     "Where to go on: inside a generation that serves several steps, and not at all when the last step is done."
-    epoch, batches = PackedGRPOTrainer._init_training_state(self, max_steps, per_epoch, epochs, *args)
+    epoch, batches = MeteredTrainer._init_training_state(self, max_steps, per_epoch, epochs, *args)
     self._step = batches
     return (epochs, 0) if self.state.global_step >= max_steps else (epoch, batches)
 
 def _in_memory(name):
     "A method of Transformers' trainer that reads a checkpoint, except for a paused run."
-    theirs = getattr(PackedGRPOTrainer, name)
+    theirs = getattr(MeteredTrainer, name)
     def load(self, checkpoint, *args, **kwargs):
         if not self._goes_on(checkpoint): return theirs(self, checkpoint, *args, **kwargs)
         if name == "_load_rng_state" and not self._paused["again"]: set_rng_state(self._paused["rng"])
