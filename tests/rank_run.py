@@ -15,6 +15,7 @@ from grpo_colab.colocate import ColocateGRPOConfig
 from grpo_colab.engine import Engine, EngineError
 from grpo_colab.policy import PackedGRPOTrainer
 from grpo_colab.policy_weights import policy_weights
+from grpo_colab.sample import check_alike
 from grpo_colab.sharded import ShardedSync, fsdp2_gather, zero3_gather
 from grpo_colab.weights import WeightSync
 from trl import GRPOConfig, GRPOTrainer
@@ -52,8 +53,17 @@ def two_steps(tp):
     direct = t.engine.generate([same[0]], n=4, sampling=dict(max_tokens=8), seed=5)  # alike on all ranks of an engine
     result = dict(seen=seen, digest=[p.double().sum().item() for p in weights(t.model).values()], prompts=prompts == mine, gap=gap,
                   again=again, direct=[direct.completion(i).tolist() for i in range(4)], seed=t.engine.args["seed"], metrics=rows(t))
+    if tp > 1: result["refused"] = other_tokens(direct)
     t.close(say=False)
     return result | dict(left=left())
+
+
+def other_tokens(rollouts):
+    "What is said on each rank of an engine when one has sampled another token."
+    check_alike(rollouts, compat.tp_cpu_group())
+    rollouts.tokens[3] += dist.get_rank()
+    try: check_alike(rollouts, compat.tp_cpu_group())
+    except EngineError as e: return str(e)
 
 
 def step(model, seed):

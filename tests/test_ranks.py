@@ -43,6 +43,7 @@ def test_one_engine_over_two_ranks(ranks):
     "Both ranks sample alike; a prompt that both ask for twice has four different completions, two for each."
     a, b = (r["tp"] for r in ranks)
     assert a["seed"] == b["seed"] and a["direct"] == b["direct"]
+    for r in (a, b): assert "have sampled different tokens (1 from 0): start all with the same seed" in r["refused"]
     assert len({tuple(c) for c in a["again"] + b["again"]}) == 4
 
 
