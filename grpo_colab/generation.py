@@ -20,9 +20,10 @@ from .engine import Engine
 from .lora_choice import choose_lora, measure_lora, slot_args
 from .memory import MemoryManager
 from .one_base import OneBase
-from .policy_weights import policy_weights
 from .probe import Probe
 from .rollouts import Rollouts
+from .sample import check_alike
+from .sharded import ShardedProbe, ShardedSync, shards
 from .sleep import collect
 from .vllm_args import LARGEST_GRAPH
 from .weights import WeightSync
@@ -80,6 +81,7 @@ def rows_for(
 # %% ../nbs/06c_generation.ipynb #d650a201
 class EngineGeneration(compat.vllm_generation()):
     "Stands where TRL's `VLLMGeneration` stands: `sync_weights()` and `generate()`, on an `Engine`."
+    bucket_bytes = 2**30  #: what a policy in shards may have whole at once
     def __init__(self,
         trainer,  # whose `args`, `state`, `model` and `trace` are read
         **kwargs, # what TRL passes to `VLLMGeneration`
@@ -113,7 +115,7 @@ def _gpu_settings(self:EngineGeneration, args):
     "Engine arguments that only a GPU has, and the level at which the engine sleeps there."
     self._level = 0
     if compat.on_cpu(): return {}
-    shared = self._lora == "slot" and option(args, "one_base")
+    shared = self._lora == "slot" and option(args, "one_base") and not self._in_shards
     self._level = level_for(args, self.model, torch.cuda.mem_get_info()[1], shared)
     return dict(gpu_memory_utilization=self.gpu_memory_utilization, enable_sleep_mode=self._level != 0, pin=self._level == 1)
 
@@ -139,12 +141,21 @@ def _choose_rows(self:EngineGeneration, args, engine):
     cpu = compat.on_cpu()
     choose_rows(args, self, None if cpu else torch.cuda.mem_get_info()[1], None if cpu else engine)
 
+# %% ../nbs/06c_generation.ipynb #6d5ea3a8
 @patch
 def _set_lora(self:EngineGeneration, lora):
     "From now on adapters go this way."
     self.engine._take_back()
-    self._sync = WeightSync(self.engine, self.model, lora)
-    self._probe, self._proven = Probe(self._sync), None
+    gather, verify = shards(self.model), option(self.trainer.args, "verify")
+    if gather and self._lora == "auto": self._lora = lora = "slot" if self.engine.args.get("enable_lora") else "fold"
+    if gather: self._sync = ShardedSync(self.engine, self.model, gather, self.bucket_bytes, lora, verify)
+    else: self._sync = WeightSync(self.engine, self.model, lora)
+    self._probe, self._proven = (ShardedProbe if gather else Probe)(self._sync), None
+
+@patch(as_prop=True)
+def _in_shards(self:EngineGeneration):
+    "Is the policy in shards, or will it be when training begins?"
+    return self._dist.is_fsdp or self._dist.is_zero3
 
 # %% ../nbs/06c_generation.ipynb #55426918
 @patch(as_prop=True)
@@ -163,15 +174,14 @@ def begin(self:EngineGeneration):
 def sync_weights(self:EngineGeneration):
     "Copy the policy into the engine, waking its weights first if they sleep, and look whether it is there."
     self.engine.wake("weights")  # if they sleep
-    version, dist = self.trainer.state.global_step, self._dist
-    if dist.is_fsdp or dist.is_zero3:  # shards: TRL walks FSDP's, ZeRO's are gathered one by one
-        weights = self._iter_named_params() if dist.is_fsdp else policy_weights(self.model, dist.gather_params)
-        self.engine.load_weights(weights, version=version)
+    version, how = self.trainer.state.global_step, option(self.trainer.args, "verify")
+    if self._dist.is_fsdp and self._dist.fsdp_version == 1:  # flat shards: TRL walks them
+        self.engine.load_weights(self._iter_named_params(), version=version)
         return
+    if (shards(self.model) is not None) != isinstance(self._sync, ShardedSync): self._set_lora(self._sync.lora)
     self._sync.sync(version)
-    how = option(self.trainer.args, "verify")
     with self.trainer.trace.span("verify", how=how) as span: span.add(looked_at=self._probe.check(how))
-    if self._sync.lora == "slot" and option(self.trainer.args, "one_base") and not self.engine.lent:
+    if self._sync.lora == "slot" and option(self.trainer.args, "one_base") and not (self.engine.lent or self._in_shards):
         self._probe.forget()  # it would keep the memory that is given back
         OneBase(self._sync).share()
 
@@ -204,7 +214,7 @@ def _sampling(self:EngineGeneration):
         fields["structured_outputs"] = StructuredOutputsParams(**fields["structured_outputs"])
     return fields
 
-# %% ../nbs/06c_generation.ipynb #7c02ab7b
+# %% ../nbs/06c_generation.ipynb #3ac88ae9
 def call_seed(
     seed:int,       # `args.seed`
     step:int,       # optimizer steps so far
@@ -222,6 +232,7 @@ def _engine_call(self:EngineGeneration, prompts, n, sampling):
     if self._calls.get("step") != step: self._calls = dict(step=step)
     call, group = self._calls.get(training, 0), self.accelerator.process_index // self.tensor_parallel_size
     r = self.engine.generate(prompts, n, sampling, seed=call_seed(self.trainer.args.seed, step, call, training, group))
+    if self.tensor_parallel_size > 1 and option(self.trainer.args, "verify") != "off": check_alike(r, compat.tp_cpu_group())
     self._calls[training] = call + 1
     return r
 

@@ -11,7 +11,7 @@ import statistics, time
 import torch
 
 from .engine import Engine
-from .slot import slot_factors
+from .slot import lora_rank, slot_factors
 from .weights import WeightSync
 
 # %% ../nbs/05b_lora_choice.ipynb #adc32533
@@ -21,7 +21,7 @@ def slot_args(
     model, # a live `PeftModel`
 ) -> dict: # for `Engine(…)`
     "The smallest slot that takes the policy's adapter. Raises `ValueError` naming a layer whose adapter fits no slot."
-    ranks = [len(a) for _, a, _, _ in slot_factors(model)]
+    ranks = [lora_rank(a) for _, a, _, _ in slot_factors(model)]
     if max(ranks) > RANKS[-1]: raise ValueError(f"rank {max(ranks)}: vLLM's slots end at {RANKS[-1]}. Use lora='fold'")
     return dict(enable_lora=True, max_loras=1, max_lora_rank=min(r for r in RANKS if r >= max(ranks)))
 

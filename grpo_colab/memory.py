@@ -12,6 +12,7 @@ import contextlib, os
 import plotly.graph_objects as go
 import torch
 from fastcore.basics import patch
+from torch.distributed.tensor import DTensor
 
 from . import compat
 from .figures import PHASE_COLORS, theme
@@ -28,9 +29,9 @@ GIB = 2**30 #: bytes
 
 # %% ../nbs/06_memory.ipynb #f95b5c97
 def _claim(tensors, device, seen):
-    "Bytes of the storages of `tensors` on `device` that nobody has claimed yet."
-    size = 0
-    for t in tensors:
+    "Bytes of the storages of `tensors` on `device` that nobody has claimed yet. Of a tensor in shards, this rank's."
+    size, parts = 0, ((t.to_local() if isinstance(t, DTensor) else t, getattr(t, "ds_tensor", None)) for t in tensors)
+    for t in (t for some in parts for t in some):
         if t is None or t.device != device: continue
         storage = t.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in seen:

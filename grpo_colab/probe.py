@@ -28,7 +28,7 @@ def expected(
         found += [(name, w) for w in fold_writes(sync.plan, name, layer) or ()]
     for name, p in base_weights(sync.model):
         if name not in folded: found += [(name, w) for w in sync.plan.writes([(name, p.data)])[0] if not _same_memory(w)]
-    if sync.lora == "slot" and sync._slot.copies: found += zip(sync._slot.names, sync._slot.copies.writes)
+    if sync.lora == "slot" and sync._slot.copies: found += zip((m.name for m in sync._slot.moves), sync._slot.copies.writes)
     return found
 
 # %% ../nbs/05a_probe.ipynb #71cffe3b
@@ -100,7 +100,8 @@ def compare(self:Probe,
     prompt = [(i * 7919 + 11) % min(vocab, 50_000) for i in range(tokens)]
     greedy = dict(temperature=0, max_tokens=tokens, ignore_eos=True)
     with engine.unrecorded(): r = engine.generate([prompt], sampling=greedy, seed=0)
-    ids = torch.tensor([prompt + r.completion(0).tolist()], device=next(model.parameters()).device)
+    device = compat.runner_device(engine.llm)  # offloaded parameters are elsewhere
+    ids = torch.tensor([prompt + r.completion(0).tolist()], device=device)
     training = model.training
     try: logits = model.eval()(ids).logits[0, tokens-1:-1].float()
     finally: model.train(training)

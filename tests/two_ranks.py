@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+FSDP2 = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
+             FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen2DecoderLayer", FSDP_RESHARD_AFTER_FORWARD="true", FSDP_STATE_DICT_TYPE="FULL_STATE_DICT",
+             FSDP_CPU_RAM_EFFICIENT_LOADING="false")  # what `accelerate launch` sets
 
 
 def run_ranks(script: str, out: Path, *args, seconds: float = 300, **env) -> list:
