@@ -24,6 +24,7 @@ from .generation import EngineGeneration
 from .interrupt import Guard, interruptible, uninterrupted
 from .rewards import RewardError, checked
 from .step_metrics import MeteredTrainer
+from .together import together
 from .trace import Trace
 from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts_a_batch, train_on_one_gpu
 
@@ -217,7 +218,8 @@ def _pause(self:ColocateGRPOTrainer, error):
         if again := before.get("step") == self.state.global_step:  # the step will be repeated
             rng, self.state.num_input_tokens_seen = before["rng"], before["tokens"]
             self._metrics["train"] = defaultdict(list, before["metrics"])
-        if self.is_deepspeed_enabled or self.is_fsdp_enabled or self.lr_scheduler is None: return
+        if self.accelerator.num_processes > 1 or self.is_deepspeed_enabled or self.is_fsdp_enabled: return  # all ranks end
+        if self.lr_scheduler is None: return
         self._paused = dict(state=json.dumps(asdict(self.state)), again=again, rng=rng,
             scheduler=self.lr_scheduler.state_dict(), rates=[g["lr"] for g in self.optimizer.param_groups])
         error.add_note(f"stopped after {self.state.global_step} optimizer steps; policy, optimizer and engine are whole: "
@@ -247,7 +249,7 @@ def train(self:ColocateGRPOTrainer,
     resume_from_checkpoint:str|bool|None=None, # directory; True: the newest whole one; False: start over; None: go on
     **kwargs,                                  # as in Transformers
 ): # `transformers.trainer_utils.TrainOutput`
-    "Train. After an interrupt or an error, calling it again goes on from the step that was not finished."
+    "Train. After an interrupt or an error, calling it again goes on from the step that was not finished. Of many ranks, all end."
     self.engine._alive()
     path = self._resumable(resume_from_checkpoint)
     if not self._goes_on(path): self._paused, self._buffered_inputs = None, None
@@ -255,7 +257,7 @@ def train(self:ColocateGRPOTrainer,
     self._last_loaded_step = -1  # sync whatever the policy is now
     self.vllm_generation.begin()
     try:
-        done = MeteredTrainer.train(self, resume_from_checkpoint=path, **kwargs)
+        with together(): done = MeteredTrainer.train(self, resume_from_checkpoint=path, **kwargs)
         self._paused = None
         return done
     except BaseException as e:

@@ -39,7 +39,7 @@ def fold_writes(
 
 # %% ../nbs/05_weights.ipynb #d25e72a7
 class WeightSync:
-    "Brings an engine to the policy's weights. Not for policies in shards: those are gathered and loaded."
+    "Brings an engine to the policy's weights. Policies in shards have `ShardedSync`."
     def __init__(self,
         engine:Engine,   # whose memory is written
         model,           # live `PreTrainedModel` or `PeftModel`
