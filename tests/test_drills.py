@@ -32,6 +32,7 @@ def drill(out, where, how):
         ended = time.time()
     finally:
         for p in ranks: p.kill()
+    for p in Path("/dev/shm").glob(f"grpo_colab-{port}-*"): p.unlink()  # which vLLM for CPUs leaves when it is killed
     printed = [(out/f"rank{r}.txt").read_text() for r in range(2)]
     assert (out/"fault").exists(), printed
     left = [left_behind(p.pid) for p in ranks]
