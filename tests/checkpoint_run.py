@@ -1,4 +1,4 @@
-"""One rank of `test_checkpoints.py`: four steps with checkpoints, then the last two again from the first of them.
+"""One rank of the checkpoints of `test_shards.py`: four steps with checkpoints, then the last two again from the first of them.
 
 checkpoint_run.py OUT BASE KIND ADAPTER: as `shard_run.py`; the runs are in OUT/run and OUT/again.
 """
