@@ -34,7 +34,7 @@ from .rollout_worker import RolloutWorker
 # %% ../nbs/15d_async_lora.ipynb #ebe91df4
 from .own_fleet import own_fleet
 from .share_of_time import OtherSide
-from .sharded import fsdp2_gather, zero3_gather
+from .sharded import shards
 from .trace import Trace
 from .trainer_args import check_dataset, prompts_a_batch, train_on_one_gpu
 
@@ -119,8 +119,7 @@ def _of_a_step(self:AsyncLoRAGRPOTrainer, seconds): return self._other.since(sel
 @patch
 def _copy(self:AsyncLoRAGRPOTrainer, parts=None):
     "The adapter as it is now, on all ranks."
-    zero = self.is_deepspeed_enabled and self.accelerator.state.deepspeed_plugin.zero_stage == 3
-    return snapshot(self.model, zero3_gather if zero else fsdp2_gather if self.is_fsdp_enabled else None, parts)
+    return snapshot(self.model, shards(self.model), parts)
 
 @patch
 def adapter(self:AsyncLoRAGRPOTrainer,

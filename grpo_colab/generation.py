@@ -28,6 +28,9 @@ from .sleep import collect
 from .vllm_args import LARGEST_GRAPH
 from .weights import WeightSync
 
+# %% ../nbs/06c_generation.ipynb #6ad0c3e1
+from accelerate.utils import broadcast_object_list
+
 # %% ../nbs/06c_generation.ipynb #8834ddb1
 OPTIONS = dict(lora_sync="fold", one_base=True, sleep_level=None, verify="probe", offload_optimizer=False, engine_args=None,
                engine_dtype="auto") #: option -> what it is for a plain `GRPOConfig`
@@ -96,7 +99,9 @@ def _init_vllm(self:EngineGeneration):
     if getattr(self.model, "is_quantized", False):
         raise ValueError("the policy is quantised, and its weights cannot be copied into an engine: load it in bfloat16")
     self._lora = option(args, "lora_sync") if hasattr(self.model, "peft_config") else "fold"
-    self._choose_rows(args, asked)
+    self._one_base = option(args, "one_base") and not (self._dist.is_fsdp or self._dist.is_zero3)  # which shard the policy later
+    cpu = compat.on_cpu()
+    choose_rows(args, self, None if cpu else torch.cuda.mem_get_info()[1], None if cpu else asked)
     settings = (slot_args(self.model) if self._lora == "slot" else {}) | self._gpu_settings(args)
     settings |= dict(max_model_len=self.max_model_length, max_num_seqs=min(self.max_num_seqs or 256, LARGEST_GRAPH),
                      model_impl=self.model_impl, trust_remote_code=self.trust_remote_code)
@@ -115,8 +120,7 @@ def _gpu_settings(self:EngineGeneration, args):
     "Engine arguments that only a GPU has, and the level at which the engine sleeps there."
     self._level = 0
     if compat.on_cpu(): return {}
-    shared = self._lora == "slot" and option(args, "one_base") and not self._in_shards
-    self._level = level_for(args, self.model, torch.cuda.mem_get_info()[1], shared)
+    self._level = level_for(args, self.model, torch.cuda.mem_get_info()[1], shared=self._lora == "slot" and self._one_base)
     return dict(gpu_memory_utilization=self.gpu_memory_utilization, enable_sleep_mode=self._level != 0, pin=self._level == 1)
 
 # %% ../nbs/06c_generation.ipynb #7c1d2e90
@@ -135,12 +139,6 @@ def choose_rows(
     if not on: generation.model.gradient_checkpointing_disable()
     generation.trainer.trace.event("rows", token_budget=args.token_budget, gradient_checkpointing=on)
 
-# %% ../nbs/06c_generation.ipynb #f2ce07f2
-@patch
-def _choose_rows(self:EngineGeneration, args, engine):
-    cpu = compat.on_cpu()
-    choose_rows(args, self, None if cpu else torch.cuda.mem_get_info()[1], None if cpu else engine)
-
 # %% ../nbs/06c_generation.ipynb #6d5ea3a8
 @patch
 def _set_lora(self:EngineGeneration, lora):
@@ -151,11 +149,6 @@ def _set_lora(self:EngineGeneration, lora):
     if gather: self._sync = ShardedSync(self.engine, self.model, gather, self.bucket_bytes, lora, verify)
     else: self._sync = WeightSync(self.engine, self.model, lora)
     self._probe, self._proven = (ShardedProbe if gather else Probe)(self._sync), None
-
-@patch(as_prop=True)
-def _in_shards(self:EngineGeneration):
-    "Is the policy in shards, or will it be when training begins?"
-    return self._dist.is_fsdp or self._dist.is_zero3
 
 # %% ../nbs/06c_generation.ipynb #55426918
 @patch(as_prop=True)
@@ -181,7 +174,7 @@ def sync_weights(self:EngineGeneration):
     if (shards(self.model) is not None) != isinstance(self._sync, ShardedSync): self._set_lora(self._sync.lora)
     self._sync.sync(version)
     with self.trainer.trace.span("verify", how=how) as span: span.add(looked_at=self._probe.check(how))
-    if self._sync.lora == "slot" and option(self.trainer.args, "one_base") and not (self.engine.lent or self._in_shards):
+    if self._sync.lora == "slot" and self._one_base and not self.engine.lent:
         self._probe.forget()  # it would keep the memory that is given back
         OneBase(self._sync).share()
 
@@ -192,7 +185,7 @@ def _prove(self:EngineGeneration):
     verify, args = option(self.trainer.args, "verify"), self.trainer.args
     if self._lora == "auto" and self.engine.args.get("enable_lora") and list(self._sync._layers):
         tokens = args.per_device_train_batch_size * args.steps_per_generation * self.max_completion_length
-        measured = measure_lora(self.engine, self.model)
+        measured = broadcast_object_list([measure_lora(self.engine, self.model)])[0]  # rank 0's: ranks of one engine must agree
         self._lora = choose_lora(measured, tokens)
         self.trainer.trace.event("lora_sync", chosen=self._lora, **measured)
         self._set_lora(self._lora)

@@ -13,6 +13,7 @@ from .checkpoint import whole_or_gone
 from .fleet import Fleet
 from .given_groups import by_rank_0
 from .policy_weights import base_model, base_weights
+from .sharded import shards
 from .vllm_server import served_rank, visible_gpus
 
 # %% ../nbs/15cb_own_fleet.ipynb #70215396
@@ -63,7 +64,7 @@ def servable_base(
     "What servers load. Raises `ValueError` for a live model that cannot be written, `CheckpointError` when writing fails."
     if isinstance(model, (str, Path)): return str(model)
     base, weights = base_model(model), dict(base_weights(model))
-    if getattr(base, "is_quantized", False) or any(hasattr(p, "ds_numel") or hasattr(p, "full_tensor") for p in weights.values()):
+    if getattr(base, "is_quantized", False) or shards(base):
         raise ValueError("the policy is quantised or in shards, and cannot be written for servers: pass the path or hub id of "
                          "its base as model")
     if tokenizer is None:

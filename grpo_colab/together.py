@@ -55,7 +55,8 @@ def _look(self:Watch):
             self.store.add(f"{self.run}/{self.rank}", 1)
             if self.store.check([f"{self.run}/why"]): return self._end()
             beats = self.store.add(f"{self.run}/{other}", 0)
-        except RuntimeError: return self._end("rank 0 is gone" if self.rank == 1 else "")  # it keeps the store
+        except RuntimeError:  # rank 0 keeps the store; it may be done, and this rank about to see that it is too
+            return self.done.wait(1) or self._end("rank 0 is gone" if self.rank == 1 else "")
         if beats != seen: seen, since = beats, time.monotonic()
         elif time.monotonic() - since > self.silence:
             self.why(text := f"rank {other} has given no sign of life for {self.silence:.0f} s")

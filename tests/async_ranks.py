@@ -4,17 +4,11 @@ async_ranks.py OUT BASE PROXY KIND GROUPS: KIND is ddp, fsdp2, zero2 or zero3; G
 which the fleet's own are taken. What the steps were is in OUT/rank{r}.json.
 """
 import json
-import os
 import pickle
 import sys
 from pathlib import Path
 
 OUT, BASE, PROXY, KIND, GROUPS = sys.argv[1:]
-if KIND == "fsdp2":  # what `accelerate launch` sets
-    os.environ |= dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
-                       FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen2DecoderLayer", FSDP_RESHARD_AFTER_FORWARD="true",
-                       FSDP_STATE_DICT_TYPE="FULL_STATE_DICT", FSDP_CPU_RAM_EFFICIENT_LOADING="false")
-if KIND.startswith("zero"): os.environ["DS_ACCELERATOR"] = "cpu"
 import async_run  # before torch
 import torch
 from accelerate import PartialState

@@ -1,7 +1,7 @@
 """One rank of `test_shards.py`: it trains a policy in shards, or one that is whole, and looks at what its engine got.
 
-shard_run.py OUT BASE KIND CASE...: KIND is ddp, fsdp2, zero2 or zero3; a CASE "full-1", "fold-2" or "slot-2" is how the policy is
-trained and sampled, and how many ranks share an engine.
+shard_run.py OUT BASE KIND CASE...: KIND is ddp, fsdp2, zero2 or zero3; a CASE "full-1", "fold-2", "slot-2" or "auto-2" is how
+the policy is trained and sampled, and how many ranks share an engine.
 """
 import contextlib
 import json
@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 from peft import LoraConfig, get_peft_model
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-from grpo_colab import compat, sharded
+from grpo_colab import compat, generation, sharded
 from grpo_colab.colocate import ColocateGRPOConfig, ColocateGRPOTrainer
 from grpo_colab.engine import Engine
 from grpo_colab.generation import EngineGeneration
@@ -37,6 +37,7 @@ def case(out, base, adapter, tp, cls=ColocateGRPOTrainer, reward=spread, **optio
     "A trainer of three steps, alike in one process and in two."
     torch.manual_seed(0)
     parts = {} if adapter == "full" else dict(peft_config=LoraConfig(**LORA))
+    if adapter == "auto": options["engine_args"] = dict(enable_lora=True, max_lora_rank=8)
     options = dict(lora_sync=adapter if parts else "fold", max_steps=3, token_budget=40, gradient_checkpointing=False, num_generations=4,
                    vllm_tensor_parallel_size=tp, max_completion_length=6) | SGD | options
     return trainer(out, str(base), reward, config=ColocateGRPOConfig, cls=cls, parts=parts, **options)
@@ -80,6 +81,12 @@ def differs(t, adapter, tensors):
     return [n for n, x in in_engine(t.engine).items() if not torch.equal(x, ours[n])]
 
 
+def unlike(engine, model):
+    "Rank 0 finds folding quicker, the other the slot."
+    way = dist.get_rank()
+    return dict(fold=dict(sync_s=way, tokens_s=1), slot=dict(sync_s=1 - way, tokens_s=1))
+
+
 class Sizes:
     "Gathers, and notes how many bytes are whole at once."
     def __init__(self, gather): self.gather, self.sizes = gather, []
@@ -93,7 +100,8 @@ class Sizes:
 def learned(name, out, base, **options):
     "Three steps of a case, and what was seen."
     adapter, tp = name.split("-")
-    with replaced.object(sharded, "zero3_gather", Sizes(sharded.zero3_gather)) as zero3, \
+    with replaced.object(generation, "measure_lora", unlike), \
+         replaced.object(sharded, "zero3_gather", Sizes(sharded.zero3_gather)) as zero3, \
          replaced.object(sharded, "fsdp2_gather", Sizes(sharded.fsdp2_gather)) as fsdp2:
         t = case(f"{out}/{name}", base, adapter, int(tp), **options)
         seen = noted(t)
@@ -105,7 +113,7 @@ def learned(name, out, base, **options):
         sizes = (zero3.sizes + fsdp2.sizes)[:-1]
         differ = differs(t, adapter, tensors)
     if t.accelerator.process_index == 0: torch.save(tensors, f"{out}/{name}.pt")
-    found = dict(rows=rows(t), seen=seen, differ=differ, whole=max(sizes, default=0), synced=synced[-1], looked=looked, gaps=gaps,
+    found = dict(lora=t.vllm_generation._sync.lora, rows=rows(t), seen=seen, differ=differ, whole=max(sizes, default=0), synced=synced[-1], looked=looked, gaps=gaps,
                  kind=t.accelerator.state.distributed_type.value, sync=type(t.vllm_generation._sync).__name__, padded=t.padded_because(),
                  sharded=shards(t.model) is not None, adapter=sum(whole_bytes(p) for p in t.model.parameters() if p.requires_grad))
     t.close(say=False)
@@ -130,7 +138,7 @@ def deepspeed(kind):
 def main(out, base, kind, *cases):
     found, options = {}, dict(per_device_train_batch_size=8, cls=OverFSDP2 if kind == "fsdp2" else ColocateGRPOTrainer)
     for name in cases:
-        if kind.startswith("zero"): options["deepspeed"] = deepspeed(kind)
+        if kind.startswith("zero"): options |= dict(per_device_train_batch_size=4, gradient_accumulation_steps=2, deepspeed=deepspeed(kind))
         found[name] = learned(name, out, base, **options)
         AcceleratorState._reset_state()
     found["left"] = dict(running=Engine.running is not None, vllm=compat.engine_in_process(), temporary=sorted(temporary()))

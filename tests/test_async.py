@@ -14,10 +14,9 @@ import pytest
 from small import TOKENIZER, policy, rows, short  # before torch
 import torch
 from async_run import SGD, Each, published, trainer
-from two_ranks import run_ranks
+from two_ranks import NEEDS_DEEPSPEED, environment, run_ranks
 
 from grpo_colab import toys
-from grpo_colab.compat import installed
 from grpo_colab.fleet import Fleet
 from grpo_colab.keeper import kin
 from grpo_colab.places import Directory
@@ -153,7 +152,6 @@ def train(out, *args, code=0):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_trainer_is_killed(fleet, base, tmp_path):
     "It goes on from its checkpoint: no prompt skipped, none trained on twice, nothing of the dead run left."
     first = train(tmp_path, base, fleet.proxy(), 6, "--kill-at", 5, code=-signal.SIGKILL)
@@ -200,7 +198,7 @@ def alone(fleet, base, tmp_path_factory):
 def as_one(kind, fleet, base, alone, out):
     "Two ranks on the groups of one process, then on their own: the same loss, and the same adapter on the replicas."
     groups, log, adapters = alone
-    a, b = run_ranks("async_ranks.py", out, base, fleet.proxy(), kind, groups)
+    a, b = run_ranks("async_ranks.py", out, base, fleet.proxy(), kind, groups, **environment(kind))
     assert a["version"] == 4 and a["padded"] == b["padded"] == ""
     for one, two in zip(log, a["rows"]):
         for name in ("loss", "reward"): assert abs(one[name] - two[name]) < 1e-6
@@ -224,8 +222,9 @@ def test_ddp(fleet, base, alone, tmp_path):
     assert as_one("ddp", fleet, base, alone, tmp_path)["shards"] == [False, False]
 
 
+@NEEDS_DEEPSPEED
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [2, 3] if installed("deepspeed") else [])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_zero(fleet, base, alone, tmp_path, stage):
     "Stage 3 has all parameters in shards, stage 2 none."
     found = as_one(f"zero{stage}", fleet, base, alone, tmp_path)

@@ -6,10 +6,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from grpo_colab.compat import installed
+from grpo_colab.keeper import kin
+
 HERE = Path(__file__).resolve().parent
 FSDP2 = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP",
              FSDP_TRANSFORMER_CLS_TO_WRAP="Qwen2DecoderLayer", FSDP_RESHARD_AFTER_FORWARD="true", FSDP_STATE_DICT_TYPE="FULL_STATE_DICT",
              FSDP_CPU_RAM_EFFICIENT_LOADING="false")  # what `accelerate launch` sets
+NEEDS_DEEPSPEED = pytest.mark.skipif(not installed("deepspeed"), reason="needs DeepSpeed")
+
+
+def environment(kind: str) -> dict:
+    "What ranks are started with: kind is ddp, fsdp2, zero2 or zero3."
+    return FSDP2 if kind == "fsdp2" else dict(DS_ACCELERATOR="cpu") if kind.startswith("zero") else {}
 
 
 def run_ranks(script: str, out: Path, *args, seconds: float = 300, **env) -> list:
@@ -22,7 +33,7 @@ def run_ranks(script: str, out: Path, *args, seconds: float = 300, **env) -> lis
                          stderr=subprocess.STDOUT, start_new_session=True)
     try: printed, _ = p.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        os.killpg(p.pid, signal.SIGKILL)
+        for pid in {p.pid} | kin(p.pid): os.kill(pid, signal.SIGKILL)  # ranks have sessions of their own
         raise AssertionError(f"not done after {seconds} s:\n{p.communicate()[0][-4000:]}") from None
     assert p.returncode == 0, printed[-6000:]
     return [json.loads((out/f"rank{r}.json").read_text()) for r in range(2)]
