@@ -162,7 +162,7 @@ def ladder_rows(
             gc.collect()
             if torch.cuda.is_available(): torch.cuda.empty_cache()
 
-# %% ../nbs/23cf_bench_async.ipynb #866d4ad0
+# %% ../nbs/23cf_bench_async.ipynb #60535237
 #: claim -> what of the last run's log it is the mean of
 OF_LAST = dict(ladder_mfu="mfu/nominal_pass", ladder_mfu_executed="mfu/executed_pass", ladder_mfu_step="mfu/nominal",
                sync_wait_share="share/sync", rollouts_wait_share="share/rollouts", replicas_idle_share="replicas/idle",
@@ -175,6 +175,7 @@ def unused(
     trained = np.dot(row["logged"]["trained/tokens_s"], row["ours"]) / sum(row["ours"])
     return float(1 - trained / row["sampled_tokens_per_s"])
 
+# %% ../nbs/23cf_bench_async.ipynb #ae5c4480
 def ladder_claims(
     rows:list[dict], # from `ladder_rows`
 ) -> dict[str, float]: # claim -> number; those of each number of GPUs
