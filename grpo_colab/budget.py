@@ -132,11 +132,11 @@ def engine_bytes(
     total:int,  # bytes of the GPU; None if `kv_cache_memory_bytes` is given
 ) -> dict: # owner -> bytes
     "What an engine on one GPU holds while it is awake. Raises `ValueError` when nothing is left for the KV cache."
-    weights, kv = s.base // engine.get("tensor_parallel_size", 1), engine.get("kv_cache_memory_bytes")
+    weights, kv = s.base // (tp := engine.get("tensor_parallel_size", 1)), engine.get("kv_cache_memory_bytes")
     if kv is None:
         if total is None: raise ValueError("how large is the GPU? Pass total (bytes), or the engine's kv_cache_memory_bytes")
         share = engine.get("gpu_memory_utilization", .3)
-        trial = engine.get("max_num_batched_tokens", 4096) * (6 * s.inner + 8 * s.hidden)
+        trial = engine.get("max_num_batched_tokens", 4096) * (6 * s.inner // tp + 8 * s.hidden)
         kv = int(share * total) - weights - trial
         if kv <= 0: raise ValueError(f"gpu_memory_utilization={share} of {total/GIB:.1f} GiB leaves nothing for the KV cache: "
             f"the engine's weights take {weights/GIB:.1f} and a forward pass {trial/GIB:.1f}. Raise it")
@@ -204,7 +204,7 @@ def _always(s, args, asks, total):
 
 # %% ../nbs/06a_budget.ipynb #4f23f5dc
 def estimate(
-    model,                        # a Transformers config, or a `PreTrainedModel` or `PeftModel` with memory or without
+    model,                        # a Transformers config, a model (PEFT's too) with memory or without, or its `shapes`
     args,                         # TRL's `GRPOConfig`, or anything with its fields
     *,
     prompt:int=256,               # tokens of the longest prompt
@@ -213,29 +213,29 @@ def estimate(
     total:int|None=None,          # bytes of the GPU, for an engine that is sized by `gpu_memory_utilization`
     padded:bool=True,             # do lengths differ within a batch?
     offload_optimizer:bool=False, # is the optimizer's state in main memory during rollouts?
+    moments=dict,                 # what becomes of `train_peak`'s moments: 06aa_shards changes them
 ) -> Estimate:
-    """What one GPU will hold, for models that compute in bfloat16 and are not sharded (FSDP, ZeRO: divide yourself).
-    Raises `ValueError` for an optimizer that is not known, or an engine without room."""
+    "What one GPU will hold, for models that compute in bfloat16. Raises `ValueError`."
     is_model = hasattr(model, "parameters")
     if lora is not None and is_model: raise ValueError("lora: put the adapter on the model, or pass the model's config")
-    s = shapes(model if is_model else on_meta(model, lora))
+    s = model if isinstance(model, SimpleNamespace) else shapes(model if is_model else on_meta(model, lora))
     asks = dict(gpu_memory_utilization=args.vllm_gpu_memory_utilization, tensor_parallel_size=args.vllm_tensor_parallel_size)
     asks = None if engine is None else asks | engine
     always = dict.fromkeys(OWNERS, 0) | _always(s, args, asks, total)
-    return Estimate({p: always | row for p, row in _phases(s, args, asks, prompt, padded, offload_optimizer).items()})
+    return Estimate({p: always | row for p, row in _phases(s, args, asks, prompt, padded, offload_optimizer, moments).items()})
 
 # %% ../nbs/06a_budget.ipynb #7613d930
-def _phases(s, args, asks, prompt, padded, offload):
+def _phases(s, args, asks, prompt, padded, offload, change):
     "What comes and goes: phase -> {owner: bytes}."
     batch, passes = args.per_device_train_batch_size, args.gradient_accumulation_steps
     completion, (state, moment) = args.max_completion_length, optimizer_bytes(s, args.optim)
-    sampled = batch * (getattr(args, "steps_per_generation", None) or passes)
+    sampled = batch * (getattr(args, "steps_per_generation", None) or passes) * (asks or {}).get("tensor_parallel_size", 1)
     if getattr(args, "packing", False):  # rows of tokens, and no padding; the passes of a step are one batch of rows
         whole, step, padded = prompt + completion, batch * passes, False
         batch = max(1, min(step, row_tokens(args.token_budget, batch * whole) / whole))
         passes = -(-step // batch)
     sampling = 18 * s.vocab * min(sampled, asks.get("max_num_seqs", 256)) if asks is not None else 0
-    moments = train_peak(s, batch, prompt, completion, args.gradient_checkpointing, passes > 1, padded)
+    moments = change(train_peak(s, batch, prompt, completion, args.gradient_checkpointing, passes > 1, padded))
     gradients, activations = max(moments.values(), key=sum)
     return {"rollout": {"optimizer": 0 if offload else state, "activations": sampling},
             "logprobs": {"optimizer": state, "activations": logprobs_peak(s, batch, prompt, completion)},
