@@ -15,6 +15,7 @@ from . import __version__
 COMMANDS = {
     "demo": "train a toy policy with GRPO on real vLLM and write a report",
     "train": "train a policy as a YAML config says",
+    "launch": "train on many GPUs: spread so that it fits, and refused when it cannot",
     "serve": "vLLM servers that take adapters while they run, and the proxy before them",
     "proxy": "one address for vLLM servers: adapters on all of them, requests where their prefix is cached",
     "bench": "measure beside TRL and beside the limit",
@@ -50,8 +51,9 @@ def main(
         command = _parser().parse_args(argv[:1]).command
         with warnings.catch_warnings():  # TRL calls what Transformers renamed; nobody here can change that
             warnings.filterwarnings("ignore", ".*deprecated and will be removed in v6", FutureWarning)
-            own = argv[:2] == ["bench", "proxy"]  # its parts and sizes are others than those of GPUs
-            return importlib.import_module("grpo_colab.bench_proxy" if own else f"grpo_colab.{command}").main(argv[1 + own:])
+            own = command == "bench" and argv[1:2] in (["proxy"], ["scale"])  # parts and sizes are their own
+            module = f"bench_{argv[1]}" if own else command
+            return importlib.import_module(f"grpo_colab.{module}").main(argv[1 + own:])
     except SystemExit as e: return e.code if isinstance(e.code, int) else int(e.code is not None)
     except KeyboardInterrupt:
         if debug: raise
