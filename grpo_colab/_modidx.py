@@ -969,6 +969,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'grpo_colab.launch._planned': ('launch.html#_planned', 'grpo_colab/launch.py'),
                                    'grpo_colab.launch._rows': ('launch.html#_rows', 'grpo_colab/launch.py'),
                                    'grpo_colab.launch._tried': ('launch.html#_tried', 'grpo_colab/launch.py'),
+                                   'grpo_colab.launch._without_gpus': ('launch.html#_without_gpus', 'grpo_colab/launch.py'),
                                    'grpo_colab.launch.deepspeed_config': ('launch.html#deepspeed_config', 'grpo_colab/launch.py'),
                                    'grpo_colab.launch.engine_ranks': ('launch.html#engine_ranks', 'grpo_colab/launch.py'),
                                    'grpo_colab.launch.machine_of': ('launch.html#machine_of', 'grpo_colab/launch.py'),

@@ -23,7 +23,7 @@ GPUS = {"H200": 139.8} #: GiB that the driver says it has; of others, give --gpu
 
 #: `--shard` -> what is tried
 SHARDS = {"auto": "DeepSpeed's where it is installed, else FSDP2", "zero": "none, or ZeRO-1, 2, 3, and main memory",
-          "fsdp2": "none, or FSDP2", "ddp": "none", "zero2": "ZeRO-2", "zero3": "ZeRO-3",
+          "fsdp": "none, or FSDP2", "ddp": "none", "zero1": "ZeRO-1", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2",
           "zero3-offload": "ZeRO-3 with the optimizer in main memory"}
 
 # %% ../nbs/22b_launch.ipynb #47afbce7
@@ -57,12 +57,12 @@ def ways(
     kind:str="auto",  # a key of `SHARDS`
 ) -> list[Shards]: # the cheapest first
     "Ways to spread a policy."
-    if kind == "auto": kind = "zero" if installed("deepspeed") else "fsdp2"
+    if kind == "auto": kind = "zero" if installed("deepspeed") else "fsdp"
     kind, _, offload = kind.partition("-")
     kinds = [("ddp",), ("zero1",), ("zero2",), ("zero3",), ("zero2", True), ("zero3", True), ("zero3", True, True), ("fsdp2",),
              ("fsdp2", True, True)]
     found = [Shards(name, ranks, *away) for name, *away in kinds]
-    found = [w for w in found if w.kind.startswith(kind) or (w.kind == "ddp" and kind in ("zero", "fsdp2"))]
+    found = [w for w in found if w.kind.startswith(kind) or (w.kind == "ddp" and kind in ("zero", "fsdp"))]
     return [w for w in found if w.offload_optimizer or not offload]
 
 def engine_ranks(
@@ -135,7 +135,7 @@ def remedies(
     def one(name, machine=machine, kind=kind, **changes): return lambda: _fits(s, args, machine, kind, prompt, name, **changes)
     def less(name): return [one(f"{name}: {v}", **{name: v}) for n in (2, 4, 8) if (v := getattr(args, name) // n)]
     share, size = "vllm_gpu_memory_utilization", lambda n: replace(machine, ranks=machine.ranks * n, nodes=machine.nodes * n)
-    groups = [[one(f"--shard {k}", kind=k) for k in ("zero", "fsdp2") if kind not in (k, "auto")],
+    groups = [[one(f"--shard {k}", kind=k) for k in ("zero", "fsdp") if kind not in (k, "auto")],
               [one("more main memory", machine=replace(machine, main=None))] if machine.main is not None else [],
               [one(f"{share}: {u}", **{share: u}) for u in (.2, .5, .7, .9)],
               less("per_device_train_batch_size"), less("max_completion_length"),
@@ -154,8 +154,8 @@ def deepspeed_config(
     else: zero["allgather_bucket_size"] = BUCKET
     for name in ("offload_optimizer", "offload_param"):
         if getattr(shards, name): zero[name] = dict(device="cpu", pin_memory=True)
-    auto = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    return dict(zero_optimization=zero, bf16=dict(enabled="auto")) | dict.fromkeys(auto, "auto")
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return dict(zero_optimization=zero, bf16=dict(enabled="auto"), zero_allow_untested_optimizer=True) | dict.fromkeys(auto, "auto")
 
 # %% ../nbs/22b_launch.ipynb #817582f8
 def shard_options(
@@ -226,7 +226,7 @@ def machine_of(
     if here and nproc > here and not elsewhere: raise ValueError(f"--nproc {nproc}: this machine has {here} GPU(s)")
     return Machine(nproc * asked.nnodes, asked.nnodes, total, main)
 
-# %% ../nbs/22b_launch.ipynb #fad68f95
+# %% ../nbs/22b_launch.ipynb #d0a5ac69
 def shapes_of(
     config, # from `read_config`
 ): # `shapes` of its policy, from the checkpoint's config.json alone
@@ -239,6 +239,7 @@ def shapes_of(
     except (OSError, ValueError) as e: raise ConfigError(f"model_name_or_path {name!r} has no config.json to plan by: {e}") from e
     return shapes(on_meta(found, get_peft_config(config.model)))
 
+# %% ../nbs/22b_launch.ipynb #85321404
 def _planned(config, machine, asked):
     s = shapes_of(config)
     try: return plan(s, config.training, machine, asked.shard, asked.prompt)
@@ -247,6 +248,13 @@ def _planned(config, machine, asked):
         would = "\n".join(f"  {text}" for text in found) or "  none of what was tried: a smaller model, or LoRA (use_peft: true)"
         name, many = config.model.model_name_or_path, machine.ranks
         raise TooLittleMemory(f"{name} does not fit on {many} GPU(s).\n{e}\nWhat would fit:\n{would}") from e
+
+def _without_gpus(ranks, kind):
+    "The first way of those asked for, on CPUs."
+    chosen = ways(ranks, "ddp" if kind == "auto" else kind)[0]
+    if chosen.kind == "fsdp2": raise ConfigError("--shard fsdp2: on CPUs accelerate would train by DDP instead. Plan for GPUs with --gpu")
+    if chosen.kind.startswith("zero"): os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    return chosen
 
 # %% ../nbs/22b_launch.ipynb #c0dc34ca
 def main(
@@ -259,7 +267,7 @@ def main(
     if args.vllm_mode == "server": raise ConfigError("launch spreads co-located runs: take vllm_mode: server out of the config")
     if args.deepspeed or args.fsdp: raise ConfigError("launch chooses the shards: take deepspeed and fsdp out of the config")
     found, file = _planned(config, machine, asked) if machine.total else None, Path(args.output_dir)/"deepspeed.json"
-    chosen = found.shards if found else Shards("ddp", machine.ranks)
+    chosen = found.shards if found else _without_gpus(machine.ranks, asked.shard)
     nothing = f"no GPU here, and no --gpu: nothing is planned; {chosen}"
     print(f"{found}\n\n{estimate_table(found.estimate)}\n" if found else nothing, flush=True)
     if chosen.kind.startswith("zero"):
@@ -267,7 +275,7 @@ def main(
         text = json.dumps(deepspeed_config(chosen), indent=1)
         print(f"{file}:\n{text}\n")
         if not asked.dry_run: file.parent.mkdir(parents=True, exist_ok=True); file.write_text(text + "\n")
-    given += options(found, file) if found else []
+    given += options(found, file) if found else shard_options(chosen, file)
     line = torchrun(asked.config, given, machine.ranks // machine.nodes, asked.nnodes, asked.node_rank, asked.rdzv_endpoint)
     print(shlex.join(line), flush=True)
     if asked.dry_run: return 0

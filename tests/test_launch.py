@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from test_train import REWARD, TOY
 
+from grpo_colab.compat import installed
 from grpo_colab.config import read_config
 from grpo_colab.launch import GPUS, Machine, deepspeed_config, plan, shapes_of
 from grpo_colab.memory import GIB
@@ -89,6 +90,17 @@ def test_two_processes_train(home):
     assert "nothing is planned; ddp over 2" in said and "torch.distributed.run --nproc-per-node 2 --standalone" in said
     state = json.loads((home/"out/checkpoint-2/trainer_state.json").read_text())
     assert state["global_step"] == 2 and (home/"out/model.safetensors").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not installed("deepspeed"), reason="DeepSpeed is not installed")
+def test_two_processes_train_in_shards(home):
+    "ZeRO-3, and one engine over both."
+    p = launch(home, "--output_dir", "zero3", "--max_steps", "2", "--shard", "zero3", "--vllm_tensor_parallel_size", "2")
+    said, _ = p.communicate(timeout=300)
+    assert p.returncode == 0, said[-4000:]
+    assert "zero3 over 2" in said and json.loads((home/"zero3/deepspeed.json").read_text())["zero_optimization"]["stage"] == 3
+    assert (home/"zero3/model.safetensors").exists()
 
 
 @pytest.mark.slow
