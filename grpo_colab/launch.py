@@ -155,7 +155,8 @@ def deepspeed_config(
     for name in ("offload_optimizer", "offload_param"):
         if getattr(shards, name): zero[name] = dict(device="cpu", pin_memory=True)
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
-    return dict(zero_optimization=zero, bf16=dict(enabled="auto"), zero_allow_untested_optimizer=True) | dict.fromkeys(auto, "auto")
+    more = dict(bf16=dict(enabled="auto"), zero_allow_untested_optimizer=True)
+    return dict(zero_optimization=zero) | more | dict.fromkeys(auto, "auto")
 
 # %% ../nbs/22b_launch.ipynb #817582f8
 def shard_options(
@@ -252,7 +253,7 @@ def _planned(config, machine, asked):
 def _without_gpus(ranks, kind):
     "The first way of those asked for, on CPUs."
     chosen = ways(ranks, "ddp" if kind == "auto" else kind)[0]
-    if chosen.kind == "fsdp2": raise ConfigError("--shard fsdp2: on CPUs accelerate would train by DDP instead. Plan for GPUs with --gpu")
+    if chosen.kind == "fsdp2": raise ConfigError("--shard fsdp2: on CPUs accelerate trains by DDP instead. Plan for others with --gpu")
     if chosen.kind.startswith("zero"): os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return chosen
 
