@@ -55,7 +55,7 @@ def plan(
     return [Case(w, s, gpus, tp, b) for w, s, tp, b in [*first, *sharded, *swept, *rest]]
 
 # %% ../nbs/23g_bench_scale.ipynb #41fa61a1
-STEPS, PROMPT = 4, 32 #: steps of each case, the first not counted; tokens of a prompt
+STEPS, PROMPT = 4, 40 #: steps of each case, the first not counted; tokens of a prompt, at most
 
 def _arguments(case, folder, small, url):
     "The arguments of a trainer on this rank."
@@ -85,7 +85,7 @@ def _trainer(case, args, policy, clock):
 def _held(case, trainer, s, total):
     "GiB of this GPU by phase: predicted, and what the trace has of the last step; PyTorch's cache is in neither."
     from grpo_colab.trace import counters
-    last = counters(trainer.trace.events, "memory")[-3:]
+    last = counters(trainer.trace.events, "memory", trainer.args.process_index)[-3:]
     measured = [sum(v for k, v in row.items() if k not in ("other", "step", "ts")) for row in last]
     shards = Shards("zero3", case.gpus, True) if case.who == "zero3" else Shards("ddp", case.gpus)
     e = estimate_shard(s, trainer.args, shards, prompt=PROMPT, engine=trainer.args.engine_args or {}, total=total)
@@ -162,7 +162,7 @@ def pieces(
     "Measure what is missing, as time allows: first what was never tried, last what failed. A case cut short is not told."
     state = {row["case"]: "failed" if "failed" in row else "done" for row in rows}
     waiting = sorted((c for c in cases if state.get(str(c)) != "done"), key=lambda c: str(c) in state)
-    end, longest = clock() + seconds, min(60., limit)
+    end, longest = clock() + seconds, max([r.get("seconds", 0) for r in rows] + [min(60., limit)])
     for case in waiting:
         left = end - clock() - 15  # to end what runs, and to write
         if left < longest: return

@@ -253,7 +253,7 @@ def _planned(config, machine, asked):
 def _without_gpus(ranks, kind):
     "The first way of those asked for, on CPUs."
     chosen = ways(ranks, "ddp" if kind == "auto" else kind)[0]
-    if chosen.kind == "fsdp2": raise ConfigError("--shard fsdp2: on CPUs accelerate trains by DDP instead. Plan for others with --gpu")
+    if chosen.kind == "fsdp2": raise ConfigError("--shard fsdp2: on CPUs accelerate trains by DDP instead. Plan with --gpu")
     if chosen.kind.startswith("zero"): os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return chosen
 
