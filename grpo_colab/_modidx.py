@@ -274,6 +274,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'grpo_colab.bench_scale.Case.trainers': ( 'bench_scale.html#case.trainers',
                                                                                   'grpo_colab/bench_scale.py'),
                                         'grpo_colab.bench_scale._arguments': ('bench_scale.html#_arguments', 'grpo_colab/bench_scale.py'),
+                                        'grpo_colab.bench_scale._environment': ( 'bench_scale.html#_environment',
+                                                                                 'grpo_colab/bench_scale.py'),
                                         'grpo_colab.bench_scale._held': ('bench_scale.html#_held', 'grpo_colab/bench_scale.py'),
                                         'grpo_colab.bench_scale._parser': ('bench_scale.html#_parser', 'grpo_colab/bench_scale.py'),
                                         'grpo_colab.bench_scale._rank_main': ('bench_scale.html#_rank_main', 'grpo_colab/bench_scale.py'),

@@ -115,6 +115,12 @@ def measure_rank(
     return row
 
 # %% ../nbs/23g_bench_scale.ipynb #bc0d6d0a
+def _environment():
+    "This process's, without ranks; the children run this code, wherever another is installed."
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    here = str(Path(toys.__file__).parents[1])
+    return env | dict(PYTHONPATH=os.pathsep.join(filter(None, [here, env.get("PYTHONPATH")])))
+
 def _serve(case, log, env):
     "TRL's server on the first GPU, which fetches no weights; its address. The trainer waits for it."
     from transformers import Qwen2Config
@@ -131,7 +137,7 @@ def run_case(
     seconds:float, # it may take
 ) -> dict: # the row; with "failed" when there is none
     "Measure one case in processes of its own."
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    env = _environment()
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/log", "w+") as log:
         started, url, out, begin = [], "", Path(folder)/"row.json", time.monotonic()
         try:
