@@ -114,7 +114,7 @@ def main(
 ) -> int: # exit code; 1 when a measurement failed
     "Measure, print the claims, and write the file."
     p = argparse.ArgumentParser(prog="grpo-colab bench", description="Measure beside TRL and beside the limit.")
-    p.add_argument("name", choices=[*PARTS], help="one of the notebooks 23b to 23cg; `bench proxy` has its own --help")
+    p.add_argument("name", choices=[*PARTS], help="notebooks 23b to 23cg; `bench proxy` and `bench scale` have their own --help")
     p.add_argument("--shapes", nargs="+", choices=[*SHAPES, "toy"],
                    help="default: toy on a CPU; on a GPU all of sync, else the first two; where one is measured, the second")
     p.add_argument("--repeats", type=int, default=20, help="of each measurement (%(default)s)")

@@ -19,7 +19,8 @@ from .memory import GIB
 from .shards import BUCKET, LIVE, Shards, estimate_shard, estimate_table
 
 # %% ../nbs/22b_launch.ipynb #5b185706
-GPUS = {"H200": 139.8} #: GiB that the driver says it has; of others, give --gpu-memory
+#: GiB of a GPU, the least that PyTorch's messages name ("has a total capacity of"); of others, give --gpu-memory
+GPUS = {"T4": 14.5, "L4": 22.0, "L40S": 44.3, "A100-40": 39.3, "A100-80": 79.1, "H100": 79.1, "H200": 139.8, "B200": 178.3}
 
 #: `--shard` -> what is tried
 SHARDS = {"auto": "DeepSpeed's where it is installed, else FSDP2", "zero": "none, or ZeRO-1, 2, 3, and main memory",
