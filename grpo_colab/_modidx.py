@@ -1647,6 +1647,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'grpo_colab.shards.Shards.whole_layers': ('shards.html#shards.whole_layers', 'grpo_colab/shards.py'),
                                    'grpo_colab.shards._parts': ('shards.html#_parts', 'grpo_colab/shards.py'),
                                    'grpo_colab.shards._share': ('shards.html#_share', 'grpo_colab/shards.py'),
+                                   'grpo_colab.shards.estimate_run': ('shards.html#estimate_run', 'grpo_colab/shards.py'),
                                    'grpo_colab.shards.estimate_shard': ('shards.html#estimate_shard', 'grpo_colab/shards.py'),
                                    'grpo_colab.shards.estimate_table': ('shards.html#estimate_table', 'grpo_colab/shards.py'),
                                    'grpo_colab.shards.shards_of': ('shards.html#shards_of', 'grpo_colab/shards.py')},

@@ -40,7 +40,7 @@ class AsyncLoRAGRPOConfig(_Elsewhere):
         help="Completions that are asked for at a time. -1: max_staleness (at least 1) times those of a batch."))
     queue_maxsize:int = field(default=1024, metadata=dict(help="Scored completions that wait; with more none is begun."))
     late_groups:str = field(default="wait", metadata=dict(
-        help="A group that would become too old: 'wait' for it with the last batch it fits, or 'drop' it, which favours short ones."))
+        help="A group that would become too old: 'wait' for it with its last batch, or 'drop' it, which favours short ones."))
     request_timeout:float = field(default=600., metadata=dict(help="Seconds for one completion."))
     request_patience:float = field(default=120., metadata=dict(help="Seconds without a connection, before a group is given up."))
     reward_timeout:float = field(default=120., metadata=dict(help="Seconds for one call of one reward function, on one group."))

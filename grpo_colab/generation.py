@@ -15,7 +15,7 @@ import torch
 from fastcore.basics import patch
 
 from . import compat
-from .budget import ROW, TooLittleMemory, estimate, sleep_level
+from .budget import ROW, TooLittleMemory, sleep_level
 from .engine import Engine
 from .lora_choice import choose_lora, measure_lora, slot_args
 from .memory import MemoryManager
@@ -24,6 +24,7 @@ from .probe import Probe
 from .rollouts import Rollouts
 from .sample import check_alike
 from .sharded import ShardedProbe, ShardedSync, shards
+from .shards import estimate_run
 from .sleep import collect
 from .vllm_args import LARGEST_GRAPH
 from .weights import WeightSync
@@ -56,7 +57,7 @@ def level_for(
     try:
         asks = option(args, "engine_args") or {}
         offload = option(args, "offload_optimizer")
-        level = sleep_level(estimate(model, args, engine=asks, total=total, offload_optimizer=offload), total)
+        level = sleep_level(estimate_run(model, args, engine=asks, total=total, offload_optimizer=offload), total)
     except (ValueError, AttributeError, KeyError, TypeError) as e:
         warnings.warn(str(e) if isinstance(e, TooLittleMemory) else f"no memory budget for this model ({e}): sleep_level=2")
         level = 2
@@ -76,7 +77,8 @@ def rows_for(
         for budget in [ROW >> halved for halved in range(4)] if asked == "auto" and hasattr(args, "token_budget") else (asked,):
             trial.token_budget, trial.gradient_checkpointing = budget, again
             try:
-                needs = estimate(model, trial, engine=engine, total=total, offload_optimizer=option(args, "offload_optimizer"))
+                offload = option(args, "offload_optimizer")
+                needs = estimate_run(model, trial, engine=engine, total=total, offload_optimizer=offload)
                 if needs.at(sleep_level(needs, total, 0 if level is None else level)).fits(total): return budget, again
             except (ValueError, AttributeError, KeyError, TypeError): pass  # does not fit, or cannot be told
     return asked, ways[-1]
