@@ -381,8 +381,8 @@ def test_killed_while_a_checkpoint_is_written(tmp_path, capsys):
         assert not changed(weights(whole.model), weights(t.model)) and last_whole_checkpoint(folder)[1] == []
 
 
-@pytest.mark.parametrize("options", [{}, dict(per_device_train_batch_size=4, steps_per_generation=4, gradient_accumulation_steps=2, max_steps=7)],
-                         ids=["plain", "accumulation"])
+SEVERAL = dict(per_device_train_batch_size=4, steps_per_generation=4, gradient_accumulation_steps=2, max_steps=7)
+@pytest.mark.parametrize("options", [{}, pytest.param(SEVERAL, marks=pytest.mark.slow)], ids=["plain", "accumulation"])
 def test_ctrl_c(options, tmp_path):
     """Real SIGINTs at random moments of every phase, each followed by train() again: the run ends with the weights and the
     log, to the bit, of one that nobody interrupted; no request is left in the engine, every checkpoint is whole."""

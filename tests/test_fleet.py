@@ -102,6 +102,7 @@ def told(p, start, state=None):
     raise AssertionError(f"the parent ended, and never said {start} {state}")
 
 
+@pytest.mark.slow
 def test_engine_and_parent_are_killed(model):
     "The engine: a new server with its adapter. The parent: nothing is left, and the GPU is free from then on, not before."
     gpu = f"toy-{os.getpid()}"
