@@ -187,9 +187,10 @@ def test_file(path: Path, root: Path, flags: str) -> list[Result]:
 
 
 def order(paths: list[Path], root: Path) -> list[Path]:
-    "Longest first, as the last run had it; before a first run tests, then notebooks that start engines."
+    "Longest first, as the last run had it; before a first run tests, examples, then notebooks that start engines."
     times = json.loads(TIMES.read_text()) if TIMES.exists() else {}
-    guess = lambda p: 1000 * (p.suffix == ".py") + sum(p.read_text().count(w) for w in ("Engine(", "Trainer(", "run_demo(", "Popen("))
+    starts = "Engine(", "Trainer(", "_trainer(", "run_demo(", "Popen(", "Fleet.local(", "Fleet("
+    guess = lambda p: 1000 * (p.suffix == ".py") + 100 * (p.parent.name == "examples") + sum(p.read_text().count(w) for w in starts)
     return sorted(paths, key=lambda p: -times.get(str(p.relative_to(root)), guess(p)))
 
 
