@@ -44,7 +44,7 @@ def _jobs(shapes, repeats, cycles, small):
         pack=[partial(pack_rows, large, (40, 36, 50) if small else (1024,) * 16, min(repeats, 5), compiled=not small)],
         shared=[partial(shared_rows, large, *((24, 8, 4) if small else ()), repeats=min(repeats, 5))],
         curves=[partial(curve_rows, *((2, 6) if small else ()))],
-        race=[partial(race_rows, *((1, 6, 32) if small else ()))],
+        race=[partial(race_rows, **(dict(seeds=1, steps=6, batch=32) if repeats < 3 else {}))],  # a toy on every machine
         ladder=[partial(ladder_rows, large, TINY if small else Work(steps=(3, min(repeats, 12))))],
         publish=[partial(publish_rows, large, versions=repeats, **(dict(servers=1, clients=2, max_tokens=16) if small else {}))],
         **{case: [partial(step_row, case, large, **sizes)] for case in CASES})
