@@ -119,7 +119,8 @@ def _of_a_step(self:AsyncLoRAGRPOTrainer, seconds): return self._other.since(sel
 @patch
 def _copy(self:AsyncLoRAGRPOTrainer, parts=None):
     "The adapter as it is now, on all ranks."
-    return snapshot(self.model, shards(self.model), parts)
+    spread = self.is_deepspeed_enabled or self.is_fsdp_enabled  # only then are all parameters looked at
+    return snapshot(self.model, shards(self.model) if spread else None, parts)
 
 @patch
 def adapter(self:AsyncLoRAGRPOTrainer,

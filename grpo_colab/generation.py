@@ -56,8 +56,7 @@ def level_for(
     if asked != "auto": return "kv" if shared and asked in (1, 2) else asked
     try:
         asks = option(args, "engine_args") or {}
-        offload = option(args, "offload_optimizer")
-        level = sleep_level(estimate_run(model, args, engine=asks, total=total, offload_optimizer=offload), total)
+        level = sleep_level(estimate_run(model, args, engine=asks, total=total), total)
     except (ValueError, AttributeError, KeyError, TypeError) as e:
         warnings.warn(str(e) if isinstance(e, TooLittleMemory) else f"no memory budget for this model ({e}): sleep_level=2")
         level = 2
@@ -77,8 +76,7 @@ def rows_for(
         for budget in [ROW >> halved for halved in range(4)] if asked == "auto" and hasattr(args, "token_budget") else (asked,):
             trial.token_budget, trial.gradient_checkpointing = budget, again
             try:
-                offload = option(args, "offload_optimizer")
-                needs = estimate_run(model, trial, engine=engine, total=total, offload_optimizer=offload)
+                needs = estimate_run(model, trial, engine=engine, total=total)
                 if needs.at(sleep_level(needs, total, 0 if level is None else level)).fits(total): return budget, again
             except (ValueError, AttributeError, KeyError, TypeError): pass  # does not fit, or cannot be told
     return asked, ways[-1]
@@ -101,7 +99,8 @@ def _init_vllm(self:EngineGeneration):
     if getattr(self.model, "is_quantized", False):
         raise ValueError("the policy is quantised, and its weights cannot be copied into an engine: load it in bfloat16")
     self._lora = option(args, "lora_sync") if hasattr(self.model, "peft_config") else "fold"
-    self._one_base = option(args, "one_base") and not (self._dist.is_fsdp or self._dist.is_zero3)  # which shard the policy later
+    self._spread = self._dist.is_fsdp or self._dist.is_zero3  # they shard the policy later
+    self._one_base = option(args, "one_base") and not self._spread
     cpu = compat.on_cpu()
     choose_rows(args, self, None if cpu else torch.cuda.mem_get_info()[1], None if cpu else asked)
     settings = (slot_args(self.model) if self._lora == "slot" else {}) | self._gpu_settings(args)
@@ -173,7 +172,7 @@ def sync_weights(self:EngineGeneration):
     if self._dist.is_fsdp and self._dist.fsdp_version == 1:  # flat shards: TRL walks them
         self.engine.load_weights(self._iter_named_params(), version=version)
         return
-    if (shards(self.model) is not None) != isinstance(self._sync, ShardedSync): self._set_lora(self._sync.lora)
+    if self._spread and (shards(self.model) is not None) != isinstance(self._sync, ShardedSync): self._set_lora(self._sync.lora)
     self._sync.sync(version)
     with self.trainer.trace.span("verify", how=how) as span: span.add(looked_at=self._probe.check(how))
     if self._sync.lora == "slot" and self._one_base and not self.engine.lent:

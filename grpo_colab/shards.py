@@ -147,13 +147,14 @@ def shards_of(
 # %% ../nbs/06aa_shards.ipynb #b62bf13b
 def estimate_run(
     model,     # the policy of a run that has begun, whole or in shards
-    args,      # its `GRPOConfig`
-    **options, # of `estimate`
+    args,      # its `GRPOConfig` or `ColocateGRPOConfig`
+    **options, # of `estimate`: prompt, engine, total, padded
 ) -> Estimate: # of this rank's GPU
     "`estimate_shard` for a run as it is spread. A policy in shards is counted by its config: its parameters may be empty here."
     shards, lora = shards_of(args), None
     if shards.whole_layers: lora, model = next(iter(getattr(model, "peft_config", {}).values()), None), model.config
-    return estimate_shard(model, args, shards, lora=lora, **options)
+    offload = getattr(args, "offload_optimizer", False)
+    return estimate_shard(model, args, shards, lora=lora, offload_optimizer=offload, **options)
 
 # %% ../nbs/06aa_shards.ipynb #ba4b3daa
 def estimate_table(

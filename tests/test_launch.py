@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from test_train import REWARD, TOY
+from test_train import furnished
+from two_ranks import NEEDS_DEEPSPEED
 
-from grpo_colab.compat import installed
 from grpo_colab.config import read_config
+from grpo_colab.keeper import kin, processes
 from grpo_colab.launch import GPUS, Machine, deepspeed_config, plan, shapes_of
 from grpo_colab.memory import GIB
 from grpo_colab.shards import estimate_table
@@ -46,16 +47,7 @@ def test_the_recipe_trains_the_72b_model():
 # ---- two processes
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    "A toy, its problems, a reward and a config, in the working directory of the runs."
-    from grpo_colab.toys import save_toy, toy_model, toy_tokenizer
-    home, tokenizer = tmp_path_factory.mktemp("launch"), toy_tokenizer()
-    save_toy(str(home/"toy"), toy_model(tokenizer), tokenizer)
-    rows = [dict(prompt=f"{a} + {b} =") for a in range(4) for b in range(4)]
-    (home/"problems.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (home/"my_rewards.py").write_text(REWARD)
-    (home/"toy.yaml").write_text(TOY)
-    return home
+def home(tmp_path_factory): return furnished(tmp_path_factory.mktemp("launch"))
 
 
 def launch(home, *options):
@@ -64,22 +56,6 @@ def launch(home, *options):
     env = outer | dict(PYTHONPATH=str(ROOT), GLOO_SOCKET_IFNAME="lo", OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     return subprocess.Popen([sys.executable, "-m", "grpo_colab.cli", "launch", "toy.yaml", "--nproc", "2", *options], cwd=home, env=env,
                             text=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-
-
-def below(pid):
-    "The processes that descend from one."
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try: parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except OSError: pass
-    found = {pid}
-    while more := {p for p, parent in parents.items() if parent in found} - found: found |= more
-    return found - {pid}
-
-
-def running(pid):
-    try: return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError: return False
 
 
 @pytest.mark.slow
@@ -93,7 +69,7 @@ def test_two_processes_train(home):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not installed("deepspeed"), reason="DeepSpeed is not installed")
+@NEEDS_DEEPSPEED
 def test_two_processes_train_in_shards(home):
     "ZeRO-3, and one engine over both."
     p = launch(home, "--output_dir", "zero3", "--max_steps", "2", "--shard", "zero3", "--vllm_tensor_parallel_size", "2")
@@ -111,7 +87,7 @@ def test_ctrl_c_ends_every_rank(home):
         end = time.time() + 240
         while time.time() < end and not list((home/"long").glob("checkpoint-*")) and p.poll() is None: time.sleep(.2)
         assert p.poll() is None, p.communicate()[0][-4000:]
-        family = below(p.pid)
+        family = kin(p.pid)
         assert len(family) >= 2
         start = time.time()
         p.send_signal(signal.SIGINT)
@@ -120,6 +96,6 @@ def test_ctrl_c_ends_every_rank(home):
     finally:
         if p.poll() is None: p.kill()
     assert p.returncode != 0 and seconds < 30, said[-4000:]
-    left = [q for q in family if running(q)]
+    left = family & set(processes())
     for q in left: os.kill(q, signal.SIGKILL)
     assert not left

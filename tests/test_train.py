@@ -36,11 +36,9 @@ def vowels(completions, **columns):
 RUNS = "import json, sys; from grpo_colab.cli import main; sys.exit(max(main(a) for a in json.loads(sys.argv[1])))"
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    "A directory with a toy checkpoint, problems, a reward and a config: the working directory of the runs."
+def furnished(home):
+    "A directory with a toy checkpoint, problems, a reward and a config: the working directory of runs."
     from grpo_colab.toys import save_toy, toy_model, toy_tokenizer
-    home = tmp_path_factory.mktemp("train")
     tokenizer = toy_tokenizer()
     save_toy(str(home/"toy"), toy_model(tokenizer), tokenizer)
     rows = [dict(prompt=f"{a} + {b} =") for a in range(4) for b in range(4)]
@@ -48,6 +46,10 @@ def home(tmp_path_factory):
     (home/"my_rewards.py").write_text(REWARD)
     (home/"toy.yaml").write_text(TOY)
     return home
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory): return furnished(tmp_path_factory.mktemp("train"))
 
 
 def child(home, *command, **env):
