@@ -8,6 +8,7 @@ A notebook runs through nbdev's own `test_nb`, in a process and an environment o
 nbdev would skip without a word has failed: what is not run is not tested. The last line is `N passed, N failed`.
 """
 import argparse
+import importlib
 import json
 import os
 import shutil
@@ -15,9 +16,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +34,12 @@ SETTINGS = dict(HF_HUB_OFFLINE="1", VLLM_CPU_KVCACHE_SPACE="1", VLLM_LOGGING_LEV
                 PLOTLY_RENDERER="plotly_mimetype", TOKENIZERS_PARALLELISM="false", PYTHONUNBUFFERED="1",
                 # two at once share two cores: one thread each, which sleeps when it has to wait
                 OMP_NUM_THREADS="1", OMP_WAIT_POLICY="passive", VLLM_CPU_OMP_THREADS_BIND="nobind")
+
+# What most notebooks import, and what takes 8 s: loaded once, in a process that forks for each notebook. None of it is ours, TRL or
+# vLLM, whose import is part of what a notebook tests.
+PRELOAD = ("torch", "torch._inductor.compile_fx", "transformers.trainer", "datasets", "pandas", "sympy", "openai", "accelerate",
+           "plotly.graph_objects", "nbdev.test", "nbdev.process", "fastcore.test")
+MANY = 8  # notebooks for which that is worth it
 
 RUNNING = set()  # process groups
 
@@ -71,6 +80,11 @@ def run(command: list, cwd: Path, limit: float) -> tuple[int | None, str]:
         p.wait()
         out.seek(0)
         text = out.read()
+    return told(code, text, left, limit)
+
+
+def told(code: int | None, text: str, left: str, limit: float) -> tuple[int | None, str]:
+    "With what else went wrong."
     if code is None: text += f"\nran over its limit of {limit:.0f} s"
     if left: code, text = code or 1, f"{text}\nleft running: {left}"
     return code, text
@@ -111,9 +125,56 @@ def one_notebook(path: Path, flags: list[str]) -> int:
     return 0 if ok else 1
 
 
-def test_notebook(path: Path, root: Path, flags: str, limit: float) -> Result:
+def nursery(preload: list[str]) -> int | None:
+    """A process in which nothing runs but forks: each line of its input is a notebook, its flags and a file for what it prints;
+    it answers with the fork's process id, and with its exit code."""
+    for name in preload:
+        with suppress(ImportError): importlib.import_module(name)
+    for line in iter(sys.stdin.readline, ""):
+        path, flags, out = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            os.setsid()
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            said = os.open(out, os.O_WRONLY | os.O_APPEND)
+            for theirs, fd in ((os.open(os.devnull, os.O_RDONLY), 0), (said, 1), (said, 2)): os.dup2(theirs, fd)
+            os.chdir(Path(path).parent)
+            return one_notebook(Path(path), flags.split())
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+class Nursery:
+    "That process, for one thread, which begins with its first notebook."
+    def __init__(self, preload): self.preload, self.process = preload, None
+
+    def run(self, path: Path, flags: str, limit: float) -> tuple[int | None, str]:
+        "As `run`."
+        self.process = self.process or subprocess.Popen(
+            [sys.executable, __file__, "--nursery", *self.preload], env=clean_env(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, bufsize=1, start_new_session=True)
+        with tempfile.NamedTemporaryFile("r+", errors="replace") as out:
+            print(json.dumps([str(path), flags, out.name]), file=self.process.stdin)
+            pid = int(self.process.stdout.readline())
+            RUNNING.add(pid)
+            clock = threading.Timer(limit, os.killpg, (pid, signal.SIGKILL))
+            clock.start()
+            try: code = int(self.process.stdout.readline())
+            finally: RUNNING.discard(pid)
+            late = not clock.is_alive()
+            clock.cancel()
+            left = "" if late else left_behind(pid)
+            if left: os.killpg(pid, signal.SIGKILL)
+            text = out.read()
+        return told(None if late else code, text, left, limit)
+
+    def close(self):
+        if self.process: self.process.communicate()
+
+
+def test_notebook(path: Path, root: Path, flags: str, limit: float, nursery: Nursery) -> Result:
     start, name = time.time(), str(path.relative_to(root))
-    code, text = run([sys.executable, __file__, "--one", path, "--flags", flags], path.parent, limit)
+    code, text = nursery.run(path, flags, limit)
     if code == 0 and "nbdev ran " not in text: code, text = 1, text + "\nended before its last cell"
     return Result(name, code == 0, time.time() - start, text)
 
@@ -197,9 +258,15 @@ def order(paths: list[Path], root: Path) -> list[Path]:
 def run_paths(paths: list[Path], root: Path, flags: str, limit: float) -> list[Result]:
     "Notebooks and test files, at most two at once: more would only wait for each other's cores."
     times = json.loads(TIMES.read_text()) if TIMES.exists() else {}
+    preload = PRELOAD if sum(p.suffix == ".ipynb" for p in paths) >= MANY else ()
+    free = [Nursery(preload) for _ in range(2)]
     def work(path):
         start = time.time()
-        results = test_file(path, root, flags) if path.suffix == ".py" else [test_notebook(path, root, flags, limit)]
+        if path.suffix == ".py": results = test_file(path, root, flags)
+        else:
+            mine = free.pop()
+            results = [test_notebook(path, root, flags, limit, mine)]
+            free.append(mine)
         for r in results: r.show()
         times[str(path.relative_to(root))] = round(time.time() - start, 1)
         return results
@@ -209,6 +276,7 @@ def run_paths(paths: list[Path], root: Path, flags: str, limit: float) -> list[R
         for group in list(RUNNING): os.killpg(group, signal.SIGKILL)
         raise
     finally: pool.shutdown(cancel_futures=True)
+    for nursery in free: nursery.close()
     try: TIMES.write_text(json.dumps(times, indent=1))
     except OSError: pass
     return results
@@ -220,9 +288,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--flags", default="", help="flags whose cells and tests run too, separated by spaces")
     parser.add_argument("--root", type=Path, default=HERE.parent, help="the checkout")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds a notebook may take")
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--nursery", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.one: return one_notebook(args.one, args.flags.split())
+    if args.nursery is not None: return nursery(args.nursery)
     start, root, results = time.time(), args.root.resolve(), []
     before = files(root)
     def check(*what):
