@@ -115,7 +115,7 @@ def run_demo(
     plotlyjs:str="inline",       # "inline": the report needs no network; "cdn": it is small
 ) -> DemoResult:
     "Warm up, train, report. The engine is closed at the end, whatever happens."
-    from grpo_colab.lab import report
+    from grpo_colab.report import report
     recipe, out, began = recipe or Recipe(), Path(out), time.perf_counter()
     (out/"trace.jsonl").unlink(missing_ok=True)
     tokenizer, policy, task = ingredients(recipe)

@@ -179,7 +179,7 @@ def write_report(
     since:float=0., # leave out what was recorded earlier, seconds since 1970
 ) -> Path: # report.html in the trainer's output_dir
     "Write the report of a run that ended, or did not. Raises `OSError`."
-    from grpo_colab.lab import report
+    from grpo_colab.report import report
     from grpo_colab.trace import read_trace
     events = [e for e in read_trace(trainer.trace.path or trainer.trace) if e["ph"] == "M" or e["ts"] >= since*1e6]
     return report(events, Path(trainer.args.output_dir)/"report.html", title, _samples(trainer, since))
