@@ -739,6 +739,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'grpo_colab.figures.phase_share': ('figures.html#phase_share', 'grpo_colab/figures.py'),
                                     'grpo_colab.figures.running_mean': ('figures.html#running_mean', 'grpo_colab/figures.py'),
                                     'grpo_colab.figures.theme': ('figures.html#theme', 'grpo_colab/figures.py'),
+                                    'grpo_colab.figures.thinned': ('figures.html#thinned', 'grpo_colab/figures.py'),
                                     'grpo_colab.figures.timeline': ('figures.html#timeline', 'grpo_colab/figures.py')},
             'grpo_colab.fleet': { 'grpo_colab.fleet.Fleet': ('fleet.html#fleet', 'grpo_colab/fleet.py'),
                                   'grpo_colab.fleet.Fleet.__enter__': ('fleet.html#fleet.__enter__', 'grpo_colab/fleet.py'),
