@@ -23,7 +23,7 @@ from .engine import Engine
 from .generation import EngineGeneration
 from .interrupt import Guard, interruptible, uninterrupted
 from .rewards import RewardError, checked
-from .step_metrics import MeteredTrainer
+from .samples import SampledTrainer
 from .together import together
 from .trace import Trace
 from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts_a_batch, train_on_one_gpu
@@ -32,7 +32,7 @@ from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts
 from transformers import TrainerCallback
 
 # %% ../nbs/09_colocate.ipynb #4711eeb6
-class ColocateGRPOTrainer(MeteredTrainer):
+class ColocateGRPOTrainer(SampledTrainer):
     "TRL's `GRPOTrainer` with an `Engine` in this process. Raises what `Engine` raises, and `ValueError` for bad arguments."
     def __init__(self,
         model,              # path, hub id, `PreTrainedModel` or `PeftModel`
@@ -128,21 +128,21 @@ class _Phases(TrainerCallback):
 # %% ../nbs/09_colocate.ipynb #e4e06717
 @patch
 def _prepare_inputs(self:ColocateGRPOTrainer, generation_batch):
-    inputs = MeteredTrainer._prepare_inputs(self, generation_batch)
+    inputs = SampledTrainer._prepare_inputs(self, generation_batch)
     tokens = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
     if self.model.training: self._phases._enter("train", tokens=tokens)
     return inputs
 
 @patch
 def training_step(self:ColocateGRPOTrainer, model, inputs, num_items_in_batch=None):
-    loss = MeteredTrainer.training_step(self, model, inputs, num_items_in_batch)
+    loss = SampledTrainer.training_step(self, model, inputs, num_items_in_batch)
     self._phases._leave("train")
     return loss
 
 @patch
 def _get_per_token_logps_and_entropies(self:ColocateGRPOTrainer, *args, **kwargs):
     with nullcontext() if torch.is_grad_enabled() or self._given else self.trace.span("logprobs"):
-        return MeteredTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
+        return SampledTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
 
 # %% ../nbs/09_colocate.ipynb #cd246f32
 @patch
@@ -150,12 +150,12 @@ def evaluate(self:ColocateGRPOTrainer, *args, **kwargs):
     state = rng_state()  # so that a run is the same, evaluated or not
     self._metrics["eval"].clear()  # of an evaluation that failed
     try:
-        with self.trace.span("evaluate"), interruptible(): return MeteredTrainer.evaluate(self, *args, **kwargs)
+        with self.trace.span("evaluate"), interruptible(): return SampledTrainer.evaluate(self, *args, **kwargs)
     finally: set_rng_state(state)
 
 @patch
 def log(self:ColocateGRPOTrainer, logs, start_time=None):
-    MeteredTrainer.log(self, logs, start_time)
+    SampledTrainer.log(self, logs, start_time)
     for counter, names in COUNTERS.items():
         values = {label: logs[name] for label, name in names.items() if isinstance(logs.get(name), (int, float))}
         if values: self.trace.count(counter, **values)
@@ -165,7 +165,9 @@ def log(self:ColocateGRPOTrainer, logs, start_time=None):
 COUNTERS = dict(
     reward=dict(mean="reward", std="reward_std"), held_out_reward=dict(mean="eval_reward"),
     length=dict(mean="completions/mean_length", max="completions/max_length"), loss=dict(loss="loss"),
-    entropy=dict(entropy="entropy"), kl=dict(kl="kl"),
+    entropy=dict(entropy="entropy"), kl=dict(kl="kl"), clip=dict(low="clip_ratio/low_mean", high="clip_ratio/high_mean"),
+    cut=dict(share="completions/clipped_ratio"), alike=dict(share="frac_reward_zero_std"), grad=dict(norm="grad_norm"),
+    learning_rate=dict(lr="learning_rate"),
     ratio=dict(mean="sampling/importance_sampling_ratio/mean", max="sampling/importance_sampling_ratio/max"),
     gap=dict(mean="sampling/sampling_logp_difference/mean", max="sampling/sampling_logp_difference/max"),
 )
@@ -177,7 +179,7 @@ def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, c
     self.reward_funcs = [f if isinstance(f, torch.nn.Module) else checked(f) for f in funcs]
     try:
         with self.trace.span("reward", completions=len(completions)):
-            rewards = MeteredTrainer._calculate_rewards(self, inputs, prompts, completions, completion_ids_list)
+            rewards = SampledTrainer._calculate_rewards(self, inputs, prompts, completions, completion_ids_list)
     finally: self.reward_funcs = funcs
     unjudged = torch.isnan(rewards).all(dim=1).nonzero().flatten().tolist()
     if unjudged:
@@ -196,7 +198,7 @@ class _ByEpoch(torch.utils.data.Sampler):
 
 @patch
 def _get_train_sampler(self:ColocateGRPOTrainer, dataset=None):
-    sampler = MeteredTrainer._get_train_sampler(self, dataset)
+    sampler = SampledTrainer._get_train_sampler(self, dataset)
     return _ByEpoch(sampler, self) if getattr(sampler, "generator", None) is not None else sampler
 
 # %% ../nbs/09_colocate.ipynb #d08ef48b
@@ -204,7 +206,7 @@ def _get_train_sampler(self:ColocateGRPOTrainer, dataset=None):
 def _save_checkpoint(self:ColocateGRPOTrainer, model, trial):
     path = Path(self._get_output_dir(trial))/f"checkpoint-{self.state.global_step}"
     with self.trace.span("checkpoint", step=self.state.global_step), uninterrupted(), whole_or_gone(path):
-        MeteredTrainer._save_checkpoint(self, model, trial)
+        SampledTrainer._save_checkpoint(self, model, trial)
 
 # %% ../nbs/09_colocate.ipynb #54cae45e
 @patch
@@ -257,7 +259,7 @@ def train(self:ColocateGRPOTrainer,
     self._last_loaded_step = -1  # sync whatever the policy is now
     self.vllm_generation.begin()
     try:
-        with together(): done = MeteredTrainer.train(self, resume_from_checkpoint=path, **kwargs)
+        with together(): done = SampledTrainer.train(self, resume_from_checkpoint=path, **kwargs)
         self._paused = None
         return done
     except BaseException as e:
@@ -268,13 +270,13 @@ def train(self:ColocateGRPOTrainer,
 @patch
 def _init_training_state(self:ColocateGRPOTrainer, max_steps, per_epoch, epochs, *args):
     "Where to go on: inside a generation that serves several steps, and not at all when the last step is done."
-    epoch, batches = MeteredTrainer._init_training_state(self, max_steps, per_epoch, epochs, *args)
+    epoch, batches = SampledTrainer._init_training_state(self, max_steps, per_epoch, epochs, *args)
     self._step = batches
     return (epochs, 0) if self.state.global_step >= max_steps else (epoch, batches)
 
 def _in_memory(name):
     "A method of Transformers' trainer that reads a checkpoint, except for a paused run."
-    theirs = getattr(MeteredTrainer, name)
+    theirs = getattr(SampledTrainer, name)
     def load(self, checkpoint, *args, **kwargs):
         if not self._goes_on(checkpoint): return theirs(self, checkpoint, *args, **kwargs)
         if name == "_load_rng_state" and not self._paused["again"]: set_rng_state(self._paused["rng"])

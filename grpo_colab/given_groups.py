@@ -12,6 +12,7 @@ from fastcore.basics import patch
 
 from .colocate import ColocateGRPOTrainer
 from .policy import PackedGRPOTrainer
+from .samples import SampledTrainer
 
 # %% ../nbs/15c_given_groups.ipynb #5b530c97
 from accelerate.utils import broadcast_object_list
@@ -72,12 +73,12 @@ def _everywhere(self:GivenGroupsTrainer, count):
 # %% ../nbs/15c_given_groups.ipynb #3583e585
 @patch
 def _generate_and_score_completions(self:GivenGroupsTrainer, inputs):
-    if not self.model.training: return PackedGRPOTrainer._generate_and_score_completions(self, inputs)
+    if not self.model.training: return SampledTrainer._generate_and_score_completions(self, inputs)
     n, G, rank = len(inputs), self.num_generations, self.accelerator.process_index
     groups = self._everywhere(n * self.accelerator.num_processes // G)
     mine = [(g, i) for g in groups for i in range(G)][rank * n:(rank + 1) * n]
     self._batch = groups, mine
-    try: out = PackedGRPOTrainer._generate_and_score_completions(self, [dict(g["row"]) for g, _ in mine])
+    try: out = SampledTrainer._generate_and_score_completions(self, [dict(g["row"]) for g, _ in mine])
     finally: self._batch = None
     if self.args.off_policy == "clip": out["old_per_token_logps"] = out["sampling_per_token_logps"]
     self._note(groups)

@@ -124,7 +124,7 @@ def close(self:Publisher,
         with suppress(ProxyError): self._unload(a.name)
     self.store.close()
 
-# %% ../nbs/15a_publisher.ipynb #ea5c2ab9
+# %% ../nbs/15a_publisher.ipynb #98455d76
 @patch
 def _run(self:Publisher):
     while True:
@@ -140,6 +140,7 @@ def _run(self:Publisher):
             self._news.notify_all()
         if error: self.failed(error)
 
+# %% ../nbs/15a_publisher.ipynb #5cf27fb9
 @patch
 def _bring(self:Publisher, taken, version, since):
     factors = taken.factors()
@@ -149,6 +150,7 @@ def _bring(self:Publisher, taken, version, since):
     self.arrived.append(time.monotonic() - since)
     self.told(adapter)
     self._retire()
+    self._look()
 
 # %% ../nbs/15a_publisher.ipynb #4d76022b
 @patch
@@ -189,6 +191,24 @@ def _unload(self:Publisher, name):
     try: ask_proxy(self.url, "/v1/unload_lora_adapter", dict(lora_name=name), self.token)
     except ProxyError as e:
         if not any(code in str(e) for code in ("said 404", "said 409")): raise  # these: it is not there
+
+# %% ../nbs/15a_publisher.ipynb #91f4f167
+@patch
+def _look(self:Publisher):
+    "Into the trace: what replicas do now, and which versions they keep. A server without our proxy, or a lost one, says nothing."
+    try: all_of_them = ask_proxy(self.url, "/status", None, self.token, 5.)["replicas"]
+    except (ProxyError, KeyError): return
+    rows = [r for r in all_of_them if r["state"] == "up"]
+    def total(key): return sum(r[key] or 0 for r in rows)
+    def mean(key): return sum(some) / len(some) if (some := [r[key] for r in rows if r[key] is not None]) else None
+    said = dict(up=len(rows), tokens_s=total("tokens_per_second"), in_flight=total("in_flight"), queue=total("queue"),
+                preempted=total("preempted"), found=mean("hit_rate"), predicted=mean("predicted_hit_rate"))
+    count = self.store.trace.count
+    count("fleet", **{name: value for name, value in said.items() if value is not None})
+    count("replicas_tokens_s", **{str(i): r["tokens_per_second"] for i, r in enumerate(all_of_them)})
+    count("versions", loaded=len(self.loaded), in_flight=len(set(self.used())))
+
+
 
 # %% ../nbs/15a_publisher.ipynb #cf37b0d6
 @patch
