@@ -7,9 +7,10 @@ __all__ = ['PHASES', 'TraceError', 'Span', 'rank_path', 'Trace', 'read_trace', '
            'to_perfetto']
 
 # %% ../nbs/02_trace.ipynb #1bb1ff65
-import collections, errno, itertools, json, math, os, platform, shutil, threading, time, warnings
+import collections, errno, itertools, json, math, os, platform, shutil, threading, time
 from bisect import bisect_left, bisect_right
 from pathlib import Path
+from .event_list import Events, named, once, read_events
 
 # %% ../nbs/02_trace.ipynb #55370cc0
 PHASES = ('generate', 'reward', 'logprobs', 'train', 'optimizer', 'sync', 'evaluate', 'checkpoint')
@@ -115,7 +116,7 @@ class _Writer:
     ):
         "Raises `TraceError` when the file cannot be written or is no trace"
         self.path, self.rank, self.closed = None if path is None else rank_path(path, rank), rank, False
-        self._lock, self._list, self._fd, self.spent = threading.RLock(), [], None, collections.Counter() #: seconds by span
+        self._lock, self._list, self._fd, self.spent = threading.RLock(), Events(), None, collections.Counter() #: seconds by span
         self._threads, self._thread = itertools.count(), threading.local()
         self._zero = time.time_ns() - time.perf_counter_ns()
         if self.path is not None: self._fd = _open(self.path)
@@ -170,35 +171,31 @@ class Trace(_Events):
         self._emit(name, 'i', self._now(), args, s='p')  # 'p': a viewer draws it across the whole process
 
 # %% ../nbs/02_trace.ipynb #777d47a3
-def _read(path):
-    "The events of one file"
-    events, bad = [], []
-    for n, line in enumerate(path.read_bytes().split(b'\n')[:-1], 1):
-        try: events.append(json.loads(line))
-        except ValueError: bad.append(n)
-    if bad and not events: raise ValueError(f'{path} is not a trace: no line of it is JSON. Pass what Trace wrote')
-    if bad: warnings.warn(f'{path}: skipped {len(bad)} damaged lines, the first is line {bad[0]}')
-    return events
-
 def read_trace(
     source, # str or Path of rank 0's file, a `Trace`, or a list of events (returned as it is)
     rank:int=None, # read this rank's file alone; None: of all ranks that wrote beside `source`
-) -> list: # of dicts: Chrome trace events, rank by rank, in the order written
+) -> list: # of dicts: Chrome trace events, rank by rank, in the order written; `Events` that remember what was found
     "The events of a trace, finished or not. Raises `FileNotFoundError`, and `ValueError` for another kind of file"
     if isinstance(source, list): return source
     if isinstance(source, _Events): return source.events
     path = Path(source)
-    if rank is not None: return _read(rank_path(path, rank))
+    if rank is not None: return read_events(rank_path(path, rank))
     others = (p for p in path.parent.iterdir() if p.suffix == path.suffix and p.stem.startswith(f'{path.stem}.rank'))
-    return [e for p in (path, *sorted(others)) for e in _read(p)]
+    events = read_events(path)
+    for p in sorted(others): events += read_events(p)
+    return events
 
 # %% ../nbs/02_trace.ipynb #a756045a
 def segments(
     events, # trace events, or anything that `read_trace` takes
 ) -> list: # of (event, start µs, end µs): stretches in which `event` is the innermost span of its thread
     "Cut the time of each thread at the edges of its spans. The stretches of a thread never overlap"
+    events = read_trace(events)
+    return once(events, 'segments', lambda: _cut(events))
+
+def _cut(events):
     threads, out = {}, []
-    for e in read_trace(events):
+    for e in events:
         if e['ph'] == 'X': threads.setdefault((e['pid'], e['tid']), []).append(e)
     for _, spans in sorted(threads.items()):
         stack, now = [], -math.inf
@@ -215,22 +212,21 @@ def segments(
     return out
 
 # %% ../nbs/02_trace.ipynb #8ecfbd9f
-def _named(events, name, ph, rank):
-    found = [e for e in events if (e['name'], e['ph'], e['pid']) == (name, ph, rank)]
-    return sorted(found, key=lambda e: e['ts'])
-
 def steps(
     events, # trace events, or anything that `read_trace` takes
     rank:int=0, # index of the process
 ) -> list: # of dicts in order of time: step, start and end (µs), seconds (the span `step`), phases ({name: seconds})
     "Seconds by phase of every training step of one rank. A step run twice, after a resume, is there twice"
     events = read_trace(events)
-    found = _named(events, 'step', 'X', rank)
+    return once(events, ('steps', rank), lambda: _steps(events, rank))
+
+def _steps(events, rank):
+    found = named(events, 'step', 'X', rank)
     out = [dict(step=e['args'].get('step', n), start=e['ts'], end=e['ts'] + e['dur'], seconds=e['dur'] / 1e6, phases={})
            for n, e in enumerate(found, 1)]
     at = [o['start'] for o in out]
-    for e, a, b in segments([e for e in events if e['pid'] == rank]):
-        if (i := bisect_right(at, a) - 1) < 0: continue  # before the first step
+    for e, a, b in segments(events):
+        if e['pid'] != rank or (i := bisect_right(at, a) - 1) < 0: continue  # before the first step
         name = 'other' if e['name'] == 'step' else e['name']
         out[i]['phases'][name] = out[i]['phases'].get(name, 0) + (b - a) / 1e6
     return out
@@ -245,24 +241,32 @@ def counters(
 ) -> list: # of dicts in order of time: step, ts (µs) and the values that are finite numbers
     "The samples of one counter, each with the training step it belongs to. Without any steps they are numbered from 0"
     events = read_trace(events)
-    found = _named(events, 'step', 'X', rank)
+    return once(events, ('counters', name, rank), lambda: _counters(events, name, rank))
+
+def _counters(events, name, rank):
+    found = named(events, 'step', 'X', rank)
     at, number = [e['ts'] for e in found], [e['args'].get('step', n) for n, e in enumerate(found, 1)]
     number = [max(number[0] - 1, 0), *number] if number else None
     return [dict(_numbers(e), ts=e['ts'], step=number[bisect_left(at, e['ts'])] if number else n)
-            for n, e in enumerate(_named(events, name, 'C', rank))]
+            for n, e in enumerate(named(events, name, 'C', rank))]
 
 # %% ../nbs/02_trace.ipynb #befd034b
 def summary(
     events, # trace events, or anything that `read_trace` takes
 ) -> list: # of dicts, longest first: phase, count, seconds, own, share, tokens, tokens_s, gb, gb_s; None where unknown
     "Time, tokens and bytes by phase, all ranks together. `share`: own seconds / seconds of all steps; GB: 1e9 bytes"
-    events, spans, own = read_trace(events), {}, {}
+    events = read_trace(events)
+    return once(events, 'summary', lambda: _summary(events))
+
+def _summary(events):
+    spans, own = {}, {}
     for e in events:
         if e['ph'] == 'X': spans.setdefault(e['name'], []).append(e)
     for e, a, b in segments(events): own[e['name']] = own.get(e['name'], 0) + (b - a) / 1e6
     whole = sum(e['dur'] for e in spans.get('step', ())) / 1e6
     def per(x, y): return x / y if x is not None and y else None
-    def total(group, key): return sum(o) if (o := [e['args'][key] for e in group if key in _numbers(e)]) else None
+    def total(group, key):
+        return sum(o) if (o := [v for e in group if isinstance(v := e['args'].get(key), (int, float))]) else None
     rows = []
     for name, group in spans.items():
         sec, tokens, size = own.get(name, 0.), total(group, 'tokens'), per(total(group, 'bytes'), 1e9)
