@@ -1886,7 +1886,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                   'grpo_colab.trace._Writer._write': ('trace.html#_writer._write', 'grpo_colab/trace.py'),
                                   'grpo_colab.trace._about': ('trace.html#_about', 'grpo_colab/trace.py'),
                                   'grpo_colab.trace._append': ('trace.html#_append', 'grpo_colab/trace.py'),
-                                  'grpo_colab.trace._counters': ('trace.html#_counters', 'grpo_colab/trace.py'),
                                   'grpo_colab.trace._cut': ('trace.html#_cut', 'grpo_colab/trace.py'),
                                   'grpo_colab.trace._finite': ('trace.html#_finite', 'grpo_colab/trace.py'),
                                   'grpo_colab.trace._known': ('trace.html#_known', 'grpo_colab/trace.py'),

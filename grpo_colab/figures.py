@@ -81,9 +81,9 @@ def thinned(
     return [x[i] for i in sorted(keep)], [y[i] for i in sorted(keep)]
 
 # %% ../nbs/02a_figures.ipynb #1b0e6f08
-def _series(events, name, key):
+def _series(rows, key):
     "Steps and values of one series of a counter; a step that was run again after a resume counts once, the last time"
-    last = {o['step']: o[key] for o in counters(events, name) if key in o}
+    last = {o['step']: o[key] for o in rows if key in o}
     return sorted(last), [last[o] for o in sorted(last)]
 
 #: what a panel shows: counter, axis, the phase whose colour it has, and of each line the key, the label and how it is drawn
@@ -109,7 +109,8 @@ def curves(
     "Did it learn? Held-out accuracy with its start and end, reward with its running mean, lengths; or other counters"
     events, panels = read_trace(events), []
     for name, title, phase, lines in shown:
-        found = [(*_series(events, name, key), label, how) for key, label, how in lines]
+        rows = counters(events, name)
+        found = [(*_series(rows, key), label, how) for key, label, how in lines]
         if any(x for x, *_ in found): panels.append((title, PHASE_COLORS[phase], [o for o in found if o[0]]))
     if not panels: return _nothing(f"No {', '.join(name for name, *_ in shown)} in this trace yet")
     tall = [1.7 if title == 'held-out accuracy' else 1. for title, *_ in panels]

@@ -241,9 +241,6 @@ def counters(
 ) -> list: # of dicts in order of time: step, ts (µs) and the values that are finite numbers
     "The samples of one counter, each with the training step it belongs to. Without any steps they are numbered from 0"
     events = read_trace(events)
-    return once(events, ('counters', name, rank), lambda: _counters(events, name, rank))
-
-def _counters(events, name, rank):
     found = named(events, 'step', 'X', rank)
     at, number = [e['ts'] for e in found], [e['args'].get('step', n) for n, e in enumerate(found, 1)]
     number = [max(number[0] - 1, 0), *number] if number else None
@@ -265,8 +262,7 @@ def _summary(events):
     for e, a, b in segments(events): own[e['name']] = own.get(e['name'], 0) + (b - a) / 1e6
     whole = sum(e['dur'] for e in spans.get('step', ())) / 1e6
     def per(x, y): return x / y if x is not None and y else None
-    def total(group, key):
-        return sum(o) if (o := [v for e in group if isinstance(v := e['args'].get(key), (int, float))]) else None
+    def total(group, key): return sum(o) if (o := [v for e in group if isinstance(v := e['args'].get(key), int | float)]) else None
     rows = []
     for name, group in spans.items():
         sec, tokens, size = own.get(name, 0.), total(group, 'tokens'), per(total(group, 'bytes'), 1e9)
