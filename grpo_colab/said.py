@@ -30,13 +30,14 @@ def tint(
 
 # %% ../nbs/02c_said.ipynb #8c2144e9
 _CSS = """<style>
+.said {max-height:46em; overflow:auto}
 .said table {border-collapse:collapse; width:100%; font-size:14px} .said th {text-align:left; font-weight:600; opacity:.7}
 .said td, .said th {padding:7px 12px 2px 0; vertical-align:baseline} .said tr {border-bottom:1px solid rgba(128,140,160,.25)}
 .said code {font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,monospace; white-space:pre-wrap; overflow-wrap:anywhere;
   background:none; color:inherit}
 .said .try {display:block; max-height:11em; overflow:auto; margin:0 0 6px; padding:2px 8px; border-radius:6px;
   border:1px solid rgba(128,140,160,.3)}
-.said .try b {margin-right:10px; font-variant-numeric:tabular-nums} .said .try i {font-style:normal; border-radius:3px}
+.said .try b {margin-right:10px; font-variant-numeric:tabular-nums} .said code span {border-radius:3px}
 .said input {font:inherit; padding:4px 8px; margin:0 0 8px; width:min(100%,22em); box-sizing:border-box}
 </style>"""
 _FIND = ("const all=this.closest('.said').querySelectorAll('tbody tr'),q=this.value.toLowerCase();"
@@ -46,7 +47,7 @@ def _try(row, i, by):
     "One completion."
     known = row["logprobs"][i] if by == "logprob" and row["logprobs"][i] else itertools.repeat(None)
     values = itertools.repeat(row["advantages"][i]) if by == "advantage" else known
-    tokens = "".join(f'<i style="background:{tint(v, by)}"{"" if v is None else f" title={v:.3g}"}>{_html.escape(t)}</i>'
+    tokens = "".join(f'<span style="background:{tint(v, by)}"{"" if v is None else f" title={v:.3g}"}>{_html.escape(t)}</span>'
                      for t, v in zip(row["tokens"][i], values))
     more = row["lengths"][i] - len(row["tokens"][i])
     return (f'<div class="try"><b>{row["rewards"][i]:.3g}</b><b>{row["advantages"][i]:+.2f}</b><code>{tokens}</code>'

@@ -262,7 +262,7 @@ def _summary(events):
     for e, a, b in segments(events): own[e['name']] = own.get(e['name'], 0) + (b - a) / 1e6
     whole = sum(e['dur'] for e in spans.get('step', ())) / 1e6
     def per(x, y): return x / y if x is not None and y else None
-    def total(group, key): return sum(o) if (o := [v for e in group if isinstance(v := e['args'].get(key), int | float)]) else None
+    def total(some, key): return sum(o) if (o := [v for e in some if isinstance(v := e['args'].get(key), int | float)]) else None
     rows = []
     for name, group in spans.items():
         sec, tokens, size = own.get(name, 0.), total(group, 'tokens'), per(total(group, 'bytes'), 1e9)
