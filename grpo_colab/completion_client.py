@@ -69,6 +69,7 @@ class CompletionClient:
         self.headers = {"content-type": "application/json"} | ({"authorization": f"Bearer {token}"} if token else {})
         self.eos = list(eos)
         self.clock, self.retries = time.monotonic, 0  #: seconds; requests that were sent again
+        self.seconds = 0.  #: that requests took, added up
 
     async def __aenter__(self):
         wait = aiohttp.ClientTimeout(total=self.timeout)
@@ -102,7 +103,8 @@ async def complete(self:CompletionClient,
     if not sampling.get("ignore_eos"): asked["stop_token_ids"] = [*self.eos, *(sampling.get("stop_token_ids") or ())]
     body, until, pause = orjson.dumps(asked), None, .1
     while True:
-        status, payload = await self._post(body, group)
+        begun, (status, payload) = self.clock(), await self._post(body, group)
+        self.seconds += self.clock() - begun
         if status == 200: return read_completion(payload)
         said = f"{self.url} said {status}: {payload[:300].decode(errors='replace')}"
         if status is not None and status not in AGAIN: raise RolloutError(f"http {status}", said)

@@ -243,7 +243,8 @@ def _end(self:RolloutWorker, g, cause, error):
         else: self.hand.lose(g, cause)
         self.hand.lock.notify_all()
     self._wake.set()
-    self.trace.count("rollouts", inflight=self._requests, queue=len(self.hand.scored) * self.limits.num_generations)
+    self.trace.count("rollouts", inflight=self._requests, queue=len(self.hand.scored) * self.limits.num_generations,
+                     tokens=self.tokens, seconds=self._client.seconds)
     if error is None: return setattr(self, "_failed", self._failed if cause else 0)
     self._failed += 1
     self.trace.event("dropped", cause=cause, prompt=g.position, error=f"{type(error).__name__}: {error}"[:300])
@@ -285,12 +286,11 @@ def _answered(self:RolloutWorker, job):
 @patch
 async def _judge(self:RolloutWorker, g):
     "Rewards of a group. What they log stays with it."
-    n, r = self.limits.num_generations, g.rollouts
-    ids = [r.completion(i).tolist() for i in range(n)]
+    ids = [g.rollouts.completion(i).tolist() for i in range(self.limits.num_generations)]
     g.completions = self.decode(g.row, ids)
-    columns = {k: [v] * n for k, v in g.row.items() if k not in ("prompt", "completion", "completion_ids")}
+    columns = {k: [v] * len(ids) for k, v in g.row.items() if k not in ("prompt", "completion", "completion_ids")}
     def log_extra(column, values): g.extra.setdefault(column, []).extend(values)
     def log_metric(name, value): g.metrics.setdefault(name, []).append(value)
     more = columns | dict(log_extra=log_extra, log_metric=log_metric) | self.reward_kwargs
-    g.rewards = await score(self.rewards, self.limits.reward_timeout, self._judging, prompts=[g.row["prompt"]] * n,
+    g.rewards = await score(self.rewards, self.limits.reward_timeout, self._judging, prompts=[g.row["prompt"]] * len(ids),
                             completions=g.completions, completion_ids=ids, **more)
