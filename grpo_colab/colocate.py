@@ -23,7 +23,7 @@ from .engine import Engine
 from .generation import EngineGeneration
 from .interrupt import Guard, interruptible, uninterrupted
 from .rewards import RewardError, checked
-from .samples import SampledTrainer
+from .settings import SettledTrainer
 from .together import together
 from .trace import Trace
 from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts_a_batch, train_on_one_gpu
@@ -32,7 +32,7 @@ from .trainer_args import ColocateGRPOConfig, check_args, check_dataset, prompts
 from transformers import TrainerCallback
 
 # %% ../nbs/09_colocate.ipynb #4711eeb6
-class ColocateGRPOTrainer(SampledTrainer):
+class ColocateGRPOTrainer(SettledTrainer):
     "TRL's `GRPOTrainer` with an `Engine` in this process. Raises what `Engine` raises, and `ValueError` for bad arguments."
     def __init__(self,
         model,              # path, hub id, `PreTrainedModel` or `PeftModel`
@@ -128,21 +128,21 @@ class _Phases(TrainerCallback):
 # %% ../nbs/09_colocate.ipynb #e4e06717
 @patch
 def _prepare_inputs(self:ColocateGRPOTrainer, generation_batch):
-    inputs = SampledTrainer._prepare_inputs(self, generation_batch)
+    inputs = SettledTrainer._prepare_inputs(self, generation_batch)
     tokens = inputs["prompt_ids"].numel() + inputs["completion_ids"].numel()
     if self.model.training: self._phases._enter("train", tokens=tokens)
     return inputs
 
 @patch
 def training_step(self:ColocateGRPOTrainer, model, inputs, num_items_in_batch=None):
-    loss = SampledTrainer.training_step(self, model, inputs, num_items_in_batch)
+    loss = SettledTrainer.training_step(self, model, inputs, num_items_in_batch)
     self._phases._leave("train")
     return loss
 
 @patch
 def _get_per_token_logps_and_entropies(self:ColocateGRPOTrainer, *args, **kwargs):
     with nullcontext() if torch.is_grad_enabled() or self._given else self.trace.span("logprobs"):
-        return SampledTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
+        return SettledTrainer._get_per_token_logps_and_entropies(self, *args, **kwargs)
 
 # %% ../nbs/09_colocate.ipynb #cd246f32
 @patch
@@ -150,12 +150,12 @@ def evaluate(self:ColocateGRPOTrainer, *args, **kwargs):
     state = rng_state()  # so that a run is the same, evaluated or not
     self._metrics["eval"].clear()  # of an evaluation that failed
     try:
-        with self.trace.span("evaluate"), interruptible(): return SampledTrainer.evaluate(self, *args, **kwargs)
+        with self.trace.span("evaluate"), interruptible(): return SettledTrainer.evaluate(self, *args, **kwargs)
     finally: set_rng_state(state)
 
 @patch
 def log(self:ColocateGRPOTrainer, logs, start_time=None):
-    SampledTrainer.log(self, logs, start_time)
+    SettledTrainer.log(self, logs, start_time)
     for counter, names in COUNTERS.items():
         values = {label: logs[name] for label, name in names.items() if isinstance(logs.get(name), (int, float))}
         if values: self.trace.count(counter, **values)
@@ -179,7 +179,7 @@ def _calculate_rewards(self:ColocateGRPOTrainer, inputs, prompts, completions, c
     self.reward_funcs = [f if isinstance(f, torch.nn.Module) else checked(f) for f in funcs]
     try:
         with self.trace.span("reward", completions=len(completions)):
-            rewards = SampledTrainer._calculate_rewards(self, inputs, prompts, completions, completion_ids_list)
+            rewards = SettledTrainer._calculate_rewards(self, inputs, prompts, completions, completion_ids_list)
     finally: self.reward_funcs = funcs
     unjudged = torch.isnan(rewards).all(dim=1).nonzero().flatten().tolist()
     if unjudged:
@@ -198,7 +198,7 @@ class _ByEpoch(torch.utils.data.Sampler):
 
 @patch
 def _get_train_sampler(self:ColocateGRPOTrainer, dataset=None):
-    sampler = SampledTrainer._get_train_sampler(self, dataset)
+    sampler = SettledTrainer._get_train_sampler(self, dataset)
     return _ByEpoch(sampler, self) if getattr(sampler, "generator", None) is not None else sampler
 
 # %% ../nbs/09_colocate.ipynb #d08ef48b
@@ -206,7 +206,7 @@ def _get_train_sampler(self:ColocateGRPOTrainer, dataset=None):
 def _save_checkpoint(self:ColocateGRPOTrainer, model, trial):
     path = Path(self._get_output_dir(trial))/f"checkpoint-{self.state.global_step}"
     with self.trace.span("checkpoint", step=self.state.global_step), uninterrupted(), whole_or_gone(path):
-        SampledTrainer._save_checkpoint(self, model, trial)
+        SettledTrainer._save_checkpoint(self, model, trial)
 
 # %% ../nbs/09_colocate.ipynb #54cae45e
 @patch
@@ -259,7 +259,7 @@ def train(self:ColocateGRPOTrainer,
     self._last_loaded_step = -1  # sync whatever the policy is now
     self.vllm_generation.begin()
     try:
-        with together(): done = SampledTrainer.train(self, resume_from_checkpoint=path, **kwargs)
+        with together(): done = SettledTrainer.train(self, resume_from_checkpoint=path, **kwargs)
         self._paused = None
         return done
     except BaseException as e:
@@ -270,13 +270,13 @@ def train(self:ColocateGRPOTrainer,
 @patch
 def _init_training_state(self:ColocateGRPOTrainer, max_steps, per_epoch, epochs, *args):
     "Where to go on: inside a generation that serves several steps, and not at all when the last step is done."
-    epoch, batches = SampledTrainer._init_training_state(self, max_steps, per_epoch, epochs, *args)
+    epoch, batches = SettledTrainer._init_training_state(self, max_steps, per_epoch, epochs, *args)
     self._step = batches
     return (epochs, 0) if self.state.global_step >= max_steps else (epoch, batches)
 
 def _in_memory(name):
     "A method of Transformers' trainer that reads a checkpoint, except for a paused run."
-    theirs = getattr(SampledTrainer, name)
+    theirs = getattr(SettledTrainer, name)
     def load(self, checkpoint, *args, **kwargs):
         if not self._goes_on(checkpoint): return theirs(self, checkpoint, *args, **kwargs)
         if name == "_load_rng_state" and not self._paused["again"]: set_rng_state(self._paused["rng"])
