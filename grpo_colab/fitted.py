@@ -10,7 +10,7 @@ from dataclasses import replace
 from statistics import mean, median
 
 from .trace import counters, read_trace, steps as training_steps
-from .what_if import COMPILED, CROWD, Costs, Knobs, knobs_of, lengths_like, operations, simulate
+from .what_if import COMPILED, CROWD, Costs, knobs_of, lengths_like, operations
 
 # %% ../nbs/17a_fitted.ipynb #3912cb24
 def _replica(events, k, since, basis):
@@ -65,7 +65,7 @@ def _speed(c, k, passes, generate, basis):
     tokens = [c.lengths[i % len(c.lengths)] for i in range(k.completions)]
     if k.rows_of == "completions":
         c = replace(c, one=(passes + c.rest) * k.ranks / k.completions, rest=0.)  # the rest is mostly Python between passes
-        basis.append(f"a pass over one completion takes {1e3 * c.one:.0f} ms (trace); packed rows are those of `bench pack`, H200")
+        basis.append(f"a pass over one completion takes {1e3 * c.one:.0f} ms (trace); packed rows as in `bench pack`, H200")
     else:
         c = replace(c, speed=operations(c, k, tokens) * k.ranks / passes / (COMPILED if k.compile_layers else 1))
         basis.append(f"rows do {c.speed / 1e12:.3g} TFLOP/s without compiled layers (trace)")

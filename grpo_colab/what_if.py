@@ -8,7 +8,7 @@ __all__ = ['LORA_SHARE', 'FULL_SHARE', 'COMPILED', 'CROWD', 'Knobs', 'knobs_of',
 
 # %% ../nbs/17_what_if.ipynb #4668b2a8
 import heapq, math, random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean
 
 from fastcore.basics import patch
