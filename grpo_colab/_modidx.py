@@ -335,6 +335,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'grpo_colab.bench_step.any_reward': ('bench_step.html#any_reward', 'grpo_colab/bench_step.py'),
                                        'grpo_colab.bench_step.config': ('bench_step.html#config', 'grpo_colab/bench_step.py'),
                                        'grpo_colab.bench_step.fixed_lengths': ('bench_step.html#fixed_lengths', 'grpo_colab/bench_step.py'),
+                                       'grpo_colab.bench_step.keep_trace': ('bench_step.html#keep_trace', 'grpo_colab/bench_step.py'),
                                        'grpo_colab.bench_step.lengths_of': ('bench_step.html#lengths_of', 'grpo_colab/bench_step.py'),
                                        'grpo_colab.bench_step.letter_prompts': ( 'bench_step.html#letter_prompts',
                                                                                  'grpo_colab/bench_step.py'),

@@ -31,7 +31,7 @@ CLAIMS = dict(sync=sync_claims, memory=memory_claims, rollout=rollout_claims, pa
               curves=curve_claims, publish=publish_claims, **{"async": lambda rows: ladder_claims(rows) | race_claims(rows)})
 
 # %% ../nbs/23d_bench.ipynb #87302ea3
-def _jobs(shapes, repeats, cycles, small):
+def _jobs(shapes, repeats, cycles, small, traces):
     "Part -> what is measured for it."
     large = shapes[min(1, len(shapes) - 1)]  # 1.5B by default
     toy, few = (dict(counts=(16,), tokens=24, short=8), dict(sequences=8, tokens=8)) if small else ({}, {})
@@ -45,9 +45,9 @@ def _jobs(shapes, repeats, cycles, small):
         shared=[partial(shared_rows, large, *((24, 8, 4) if small else ()), repeats=min(repeats, 5))],
         curves=[partial(curve_rows, *((2, 6) if small else ()))],
         race=[partial(race_rows, **(dict(seeds=1, steps=6, batch=32) if repeats < 3 else {}))],  # a toy on every machine
-        ladder=[partial(ladder_rows, large, TINY if small else Work(steps=(3, min(repeats, 12))))],
+        ladder=[partial(ladder_rows, large, TINY if small else Work(steps=(3, min(repeats, 12))), traces=traces)],
         publish=[partial(publish_rows, large, versions=repeats, **(dict(servers=1, clients=2, max_tokens=16) if small else {}))],
-        **{case: [partial(step_row, case, large, **sizes)] for case in CASES})
+        **{case: [partial(step_row, case, large, traces=traces, **sizes)] for case in CASES})
 
 # %% ../nbs/23d_bench.ipynb #b0c3a868
 def plan(
@@ -56,11 +56,13 @@ def plan(
     repeats:int,       # of each measurement
     cycles:int,        # of starting and closing
     only:tuple=(),     # of its `PARTS`; empty: all
+    traces:Path|None=None, # folder for the trace of each case, of those that train
 ) -> list: # of functions that return a row or a list of them
     "What is measured, in order."
     if wrong := [part for part in only if part not in PARTS[name]]:
         raise ValueError(f"bench {name} has no part {wrong[0]!r}: one of {', '.join(PARTS[name])}")
-    jobs = _jobs(shapes, repeats, cycles, "toy" in shapes)
+    if traces and name not in ("step", "async"): raise ValueError(f"bench {name} keeps no traces. Leave --traces out")
+    jobs = _jobs(shapes, repeats, cycles, "toy" in shapes, traces)
     return [job for part in PARTS[name] if part in (only or PARTS[name]) for job in jobs[part]]
 
 # %% ../nbs/23d_bench.ipynb #1b6cdf29
@@ -119,15 +121,15 @@ def main(
                    help="default: toy on a CPU; on a GPU all of sync, else the first two; where one is measured, the second")
     p.add_argument("--repeats", type=int, default=20, help="of each measurement (%(default)s)")
     p.add_argument("--cycles", type=int, default=20, help="memory: starts and closes (%(default)s)")
-    parts = [part for parts in PARTS.values() for part in parts]
-    p.add_argument("--only", nargs="+", choices=parts, default=[], help="these parts alone")
+    p.add_argument("--only", nargs="+", choices=sum(PARTS.values(), ()), default=[], help="these parts alone")
     p.add_argument("--json", type=Path, help="file to write after each measurement; what it holds of other cases stays")
+    p.add_argument("--traces", type=Path, help="step, async: folder for the trace of each case, CASE.jsonl.gz")
     args = p.parse_args(argv)
     shapes = args.shapes or (["toy"] if compat.on_cpu() else [*SHAPES][:None if args.name == "sync" else 2])
     command = f"grpo-colab bench {args.name} --shapes {' '.join(shapes)} --repeats {args.repeats}"
     if args.name == "memory": command += f" --cycles {args.cycles}"
     if args.only: command += f" --only {' '.join(args.only)}"
-    try: work = plan(args.name, shapes, args.repeats, args.cycles, args.only)
+    try: work = plan(args.name, shapes, args.repeats, args.cycles, args.only, args.traces)
     except ValueError as e: p.error(str(e))
     rows, failed = measure(work, partial(write, args.json, command, CLAIMS[args.name]))
     for name, number in CLAIMS[args.name](rows).items(): print(f"{name:45} {number}")

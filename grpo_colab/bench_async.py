@@ -8,6 +8,7 @@ __all__ = ['TINY', 'KEPT', 'OF_LAST', 'Work', 'ladder', 'fleet_of', 'one_run', '
 # %% ../nbs/23cf_bench_async.ipynb #36734494
 import contextlib, gc, itertools, statistics, tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ import torch
 from . import compat, toys
 from .async_args import AsyncLoRAGRPOConfig
 from .async_lora import AsyncLoRAGRPOTrainer
-from .bench_step import any_reward, lengths_of, letter_prompts
+from .bench_step import any_reward, keep_trace, lengths_of, letter_prompts
 from .bench_sync import now, random_policy
 from .fleet import Fleet
 from .vllm_server import visible_gpus
@@ -152,13 +153,18 @@ def ladder_rows(
     shape:str,    # a key of `SHAPES`, or "toy"
     work:Work|None=None, # None: `Work()`
     only:tuple=(), # names of runs; empty: all
+    traces:Path|None=None, # folder for the trace of each, see `keep_trace`
 ): # yields a row for each run
     "Start the fleet, and do one run after the other."
     work = work or Work()
     with fleet_of(shape, work) as (folder, fleet):
         for name, options in ladder(work).items():
             if name not in (only or (name,)): continue
-            yield row_of(name, shape, *one_run(name, options, folder, fleet, work), work)
+            trainer, clock = one_run(name, options, folder, fleet, work)
+            row = row_of(name, shape, trainer, clock, work)
+            keep_trace(trainer.trace.events, traces, row["case"])
+            del trainer, clock
+            yield row
             gc.collect()
             if torch.cuda.is_available(): torch.cuda.empty_cache()
 

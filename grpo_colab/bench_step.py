@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['CASES', 'lengths_of', 'fixed_lengths', 'any_reward', 'config', 'letter_prompts', 'trl_on', 'trainer_of', 'steps_of',
-           'step_row', 'step_claims']
+           'keep_trace', 'step_row', 'step_claims']
 
 # %% ../nbs/23cc_bench_step.ipynb #901de89e
-import contextlib, gc, itertools, os, statistics, tempfile
+import contextlib, gc, gzip, itertools, json, os, statistics, tempfile
+from pathlib import Path
 from unittest import mock
 
 import numpy as np
@@ -125,15 +126,28 @@ def steps_of(
     model,         # the policy
     args,          # from `config`
     lengths,       # [completions] tokens
-) -> dict: # seconds of each step, losses, and the seconds of ours by phase
+) -> dict: # seconds of each step, losses, and the trace of ours
     "Train for `args.max_steps`. An engine that runs is used; TRL's trainer needs one."
     clock = _Clock()
     with trainer_of(who, model, any_reward, args, letter_prompts(256), callbacks=[clock]) as trainer:
         with fixed_lengths(Engine.running.llm, lengths): trainer.train()
     losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
     tokens = int(trainer.state.num_input_tokens_seen)
-    phases = [step["phases"] for step in traced(trainer.trace.events)] if who == "ours" else None
-    return dict(times=clock.times, losses=losses, tokens=tokens, phases=phases)
+    return dict(times=clock.times, losses=losses, tokens=tokens, trace=trainer.trace.events if who == "ours" else None)
+
+# %% ../nbs/23cc_bench_step.ipynb #8c863207
+def keep_trace(
+    events:list, # of a trace
+    folder:Path|None, # made if need be; None: nothing is kept
+    case:str,    # names the file
+) -> Path|None: # CASE.jsonl.gz, which `read_trace` opens
+    "The trace of one case without its samples. The same events give the same bytes."
+    if not folder: return
+    path = Path(folder)/f"{case.replace(' ', '_')}.jsonl.gz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps(event, separators=(",", ":")) + "\n" for event in events if event["name"] != "samples")
+    path.write_bytes(gzip.compress("".join(lines).encode(), mtime=0))
+    return path
 
 # %% ../nbs/23cc_bench_step.ipynb #62ccd21e
 #: name -> kind of lengths, adapters?, options of ours, options of TRL's
@@ -152,6 +166,7 @@ def step_row(
     number:int=256, # completions a step
     batch:int=16,   # of them on the GPU at once, as TRL counts
     count:int=4,    # steps; the first of each, which compiles and records, is not counted
+    traces:Path|None=None, # folder for the trace of ours
     **sizes,        # `median` and `cap` of the lengths, tokens
 ) -> dict: # seconds a step of both
     "Measure one case."
@@ -165,7 +180,8 @@ def step_row(
             args = config(folder, count, number, batch, sizes.get("cap", 1024), **settings, **options)
             found = steps_of(who, with_lora(policy) if lora else policy, args, lengths)
         row |= {who: found["times"][1:], f"{who}_losses": found["losses"], f"{who}_trained_tokens": found["tokens"]}
-        if found["phases"]: row["phases"] = found["phases"][1:]
+        if who == "ours": row["phases"] = [step["phases"] for step in traced(found["trace"])][1:]
+        if who == "ours": keep_trace(found["trace"], traces, row["case"])
         del policy; gc.collect()
     return row
 
