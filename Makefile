@@ -3,7 +3,7 @@ PYTHON ?= python3
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab readme clean
+.PHONY: help setup demo test lab readme docs clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -26,6 +26,10 @@ readme:  ## write README.md from nbs/index.ipynb
 	@$(PYTHON) -m grpo_colab.install --dev
 	@$(bin)/python tests/readme.py
 
+docs:  ## write the book, the how-to pages and the reference as a site to _docs/, and check its links
+	@$(PYTHON) -m grpo_colab.install --extra docs
+	@$(bin)/python docs/book.py
+
 clean:  ## remove .venv and every cache; reports and checkpoints in runs/ stay
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist _docs _proc *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +
