@@ -110,21 +110,39 @@ def write(
     half.write_text(json.dumps(found, indent=1) + "\n")
     half.replace(path)
 
+# %% ../nbs/23d_bench.ipynb #b7c1aa20
+def _parser():
+    p = argparse.ArgumentParser(prog="grpo-colab bench", description="Measure beside TRL and beside the limit.")
+    p.add_argument("name", choices=[*PARTS, "all"],
+                   help="notebooks 23b to 23cg; `bench proxy`, `scale`, `compare` have their own --help")
+    p.add_argument("--shapes", nargs="+", choices=[*SHAPES, "toy"],
+                   help="default: toy on a CPU; on a GPU all of sync, else the first two; where one is measured, the second")
+    p.add_argument("--repeats", type=int, default=20, help="of each measurement (%(default)s)")
+    p.add_argument("--cycles", type=int, default=20, help="memory: starts and closes (%(default)s)")
+    p.add_argument("--quick", action="store_true", help="a toy, twice: does the bench run? Its numbers say nothing")
+    parts = [part for parts in PARTS.values() for part in parts]
+    p.add_argument("--only", nargs="+", choices=parts, default=[], help="these parts alone")
+    p.add_argument("--json", type=Path, help="file to write after each measurement; what it holds of other cases stays")
+    p.add_argument("--traces", type=Path, help="step, async: folder for the trace of each case, CASE.jsonl.gz")
+    return p
+
+def _all(args):
+    "Each bench, one after the other; 1 when one of them failed."
+    if not args.quick: raise ValueError("bench all takes hours at full size: bench all --quick, or one bench at a time")
+    if args.json or args.only: raise ValueError("bench all --quick writes no file and leaves nothing out")
+    failed = [name for name in PARTS if main([name, "--quick"])]
+    if failed: print(f"failed: {', '.join(failed)}")
+    return int(bool(failed))
+
 # %% ../nbs/23d_bench.ipynb #7bf1fba0
 def main(
     argv:list[str]|None=None, # arguments after `grpo-colab bench`
 ) -> int: # exit code; 1 when a measurement failed
     "Measure, print the claims, and write the file."
-    p = argparse.ArgumentParser(prog="grpo-colab bench", description="Measure beside TRL and beside the limit.")
-    p.add_argument("name", choices=[*PARTS], help="notebooks 23b to 23cg; `bench proxy` and `bench scale` have their own --help")
-    p.add_argument("--shapes", nargs="+", choices=[*SHAPES, "toy"],
-                   help="default: toy on a CPU; on a GPU all of sync, else the first two; where one is measured, the second")
-    p.add_argument("--repeats", type=int, default=20, help="of each measurement (%(default)s)")
-    p.add_argument("--cycles", type=int, default=20, help="memory: starts and closes (%(default)s)")
-    p.add_argument("--only", nargs="+", choices=sum(PARTS.values(), ()), default=[], help="these parts alone")
-    p.add_argument("--json", type=Path, help="file to write after each measurement; what it holds of other cases stays")
-    p.add_argument("--traces", type=Path, help="step, async: folder for the trace of each case, CASE.jsonl.gz")
+    p = _parser()
     args = p.parse_args(argv)
+    if args.quick: args.shapes, args.repeats, args.cycles = ["toy"], 2, 1
+    if args.name == "all": return _all(args)
     shapes = args.shapes or (["toy"] if compat.on_cpu() else [*SHAPES][:None if args.name == "sync" else 2])
     command = f"grpo-colab bench {args.name} --shapes {' '.join(shapes)} --repeats {args.repeats}"
     if args.name == "memory": command += f" --cycles {args.cycles}"

@@ -21,6 +21,7 @@ COMMANDS = {
     "bench": "measure beside TRL and beside the limit",
     "eval": "accuracy on GSM8K, MATH-500, AIME 2024 or your own problems, with its interval",
     "lab": "one run, or several side by side, from their traces, in a browser",
+    "advise": "what limits a run, what to change, and what that should gain",
     "doctor": "say what would break a run on this machine, and the remedy",
 }
 
@@ -53,8 +54,9 @@ def main(
         command = _parser().parse_args(argv[:1]).command
         with warnings.catch_warnings():  # TRL calls what Transformers renamed; nobody here can change that
             warnings.filterwarnings("ignore", ".*deprecated and will be removed in v6", FutureWarning)
-            own = command == "bench" and argv[1:2] in (["proxy"], ["scale"])  # parts and sizes are their own
-            module = f"bench_{argv[1]}" if own else dict(lab="pages", eval="evaluation").get(command, command)
+            own = command == "bench" and argv[1:2] in (["proxy"], ["scale"], ["compare"])  # parts and sizes are their own
+            theirs = dict(lab="pages", eval="evaluation", advise="advisor").get(command, command)
+            module = f"bench_{argv[1]}".replace("compare", "book") if own else theirs
             return importlib.import_module(f"grpo_colab.{module}").main(argv[1 + own:])
     except SystemExit as e: return e.code if isinstance(e.code, int) else int(e.code is not None)
     except KeyboardInterrupt:
