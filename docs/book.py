@@ -19,6 +19,9 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
+sys.path[:0] = [str(Path(__file__).resolve().parent)]
+from pictures import PICTURES  # noqa: E402
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES, WORK, SITE = ROOT/"docs/pages", ROOT/"_proc/docs", ROOT/"_docs"
 COPIED = ("benchmarks", "examples", "nbs/images", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "settings.ini")  # what pages link to
@@ -148,6 +151,8 @@ def write(root: Path = ROOT, work: Path = WORK) -> list:
     "Write all pages; returns the navigation."
     if work.exists(): shutil.rmtree(work)
     shutil.copytree(PAGES, work)
+    for p in work.rglob("*.md"):
+        p.write_text(re.sub(r"<!-- picture: (\w+) -->", lambda m: f"<div>{PICTURES[m[1]]()}</div>", p.read_text()))
     for name in COPIED:
         to = work/name.replace("nbs/", "book/")
         (shutil.copytree if (root/name).is_dir() else shutil.copy)(root/name, to)
