@@ -68,7 +68,7 @@ def main(
     files = [json.loads(f.read_text()) for f in (args.before, args.after)]
     if files[0].get("machine") != files[1].get("machine"):
         print(f"note: {args.before} is from {files[0].get('machine')}, {args.after} from {files[1].get('machine')}")
-    found = compare(*files, tuple(args.keys))
+    found = compare(files[0], files[1], tuple(args.keys))
     print(table(found))
     bad = [r for r in found if args.fail_above and r["worse"] > args.fail_above]
     if bad: print(f"{len(bad)} of {len(found)} got more than {args.fail_above:g} times worse")
