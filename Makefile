@@ -3,7 +3,7 @@ PYTHON ?= python3
 bin := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lab readme docs clean
+.PHONY: help setup demo test lab readme docs types clean
 
 help:  ## this list
 	@sed -n 's/^\([a-z]*\):.*## /  make \1	/p' $(MAKEFILE_LIST)
@@ -29,6 +29,10 @@ readme:  ## write README.md from nbs/index.ipynb
 docs:  ## write the book, the how-to pages and the reference as a site to _docs/, and check its links
 	@$(PYTHON) -m grpo_colab.install --extra docs
 	@$(bin)/python docs/book.py
+
+types:  ## check the types of what the modules export
+	@$(PYTHON) -m grpo_colab.install --extra types
+	@$(bin)/python -m mypy
 
 clean:  ## remove .venv and every cache; reports and checkpoints in runs/ stay
 	rm -rf .venv build dist _docs _proc *.egg-info .pytest_cache .ruff_cache .hypothesis
