@@ -74,7 +74,7 @@ def memory(self:ColocateGRPOTrainer): # `MemoryManager`
 
 @patch
 def sample(self:ColocateGRPOTrainer, *args, **kwargs): # as `EngineGeneration.sample`
-    return self.vllm_generation.sample(*args, **kwargs)
+    with self.engine.taken(): return self.vllm_generation.sample(*args, **kwargs)
 
 # %% ../nbs/09_colocate.ipynb #2983c96f
 @patch
@@ -259,7 +259,7 @@ def train(self:ColocateGRPOTrainer,
     self._last_loaded_step = -1  # sync whatever the policy is now
     self.vllm_generation.begin()
     try:
-        with together(): done = SettledTrainer.train(self, resume_from_checkpoint=path, **kwargs)
+        with together(), self.engine.taken(): done = SettledTrainer.train(self, resume_from_checkpoint=path, **kwargs)
         self._paused = None
         return done
     except BaseException as e:

@@ -93,7 +93,7 @@ def _settle(self:Engine, if_running):
     "Take over, close, or refuse what runs already."
     if if_running not in ("reuse", "replace", "error"):
         raise ValueError(f"if_running={if_running!r}: one of 'reuse', 'replace', 'error'")
-    old = Engine.running
+    old = Engine.running and Engine.running.idle()
     if old is None:
         if not compat.engine_in_process(): return
         raise EngineRunning("a vLLM engine that grpo_colab did not start is alive in this process: end it, or restart "
@@ -140,6 +140,7 @@ def _forget(self:Engine, why):
 def _alive(self:Engine):
     "Raise unless there is an engine."
     if self.llm is None: raise EngineClosed(f"this engine is closed: {self.why}. Start an Engine again to go on")
+    self.idle()
 
 @patch
 def _take_back(self:Engine):
@@ -265,7 +266,7 @@ def close(self:Engine,
     "End the engine and give everything back: memory, process groups, temporary files. Safe to call twice."
     if self.llm is None: return "already closed"
     free = 0 if self.cpu else torch.cuda.mem_get_info()[0]
-    with uninterrupted():
+    with self.taken(), uninterrupted():
         self._take_back()
         with contextlib.suppress(Exception): self.wake()  # vLLM cannot free what is not mapped
         compat.shut_down(self.llm, keep_default=not self._made_groups)
@@ -280,4 +281,4 @@ def close(self:Engine,
 @atexit.register
 def _close_running():
     "At the end of the process, before vLLM's own modules are taken apart."
-    if Engine.running is not None: Engine.running.close("the process ended", say=False)
+    if Engine.running is not None and Engine.turn.acquire(blocking=False): Engine.running.close("the process ended", say=False)

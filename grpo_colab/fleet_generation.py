@@ -15,6 +15,7 @@ from . import compat
 from .completion_client import CompletionClient
 from .completions import together
 from .generation import choose_rows
+from .interrupt import OneThread
 from .rollouts import Rollouts, from_lists
 
 # %% ../nbs/15b_fleet_generation.ipynb #4eb90a42
@@ -72,14 +73,14 @@ def text_both_ways(
     return encode, decode
 
 # %% ../nbs/15b_fleet_generation.ipynb #3459b47e
-class FleetGeneration:
+class FleetGeneration(OneThread):
     "Stands where TRL's `VLLMGeneration` stands, for evaluation."
     def __init__(self,
         trainer,  # whose `args`, `adapter()` and `client()` are used
         **kwargs, # what TRL passes to `VLLMGeneration`
     ):
         vars(self).update(kwargs)
-        self.trainer, self.vllm_client, self.llm = trainer, self, None
+        self.trainer, self.vllm_client, self.llm, self.turn = trainer, self, None, threading.RLock()
         self._choose_rows(trainer.args)
 
     def get_server_info(self): # asked by TRL; what it says is proven when training begins
@@ -89,7 +90,7 @@ class FleetGeneration:
     def sync_weights(self): "Versions are published after each step."
     def begin(self): "Nothing is counted here."
     def record(self): "Nobody shares this GPU's memory."
-    def _alive(self): pass
+    def _alive(self): self.idle()
 
 # %% ../nbs/15b_fleet_generation.ipynb #0ff58d80
 @patch

@@ -12,7 +12,7 @@ import torch
 from fastcore.basics import patch
 
 from . import compat
-from .interrupt import uninterrupted
+from .interrupt import OneThread, uninterrupted
 from .vllm_args import EngineError
 
 # %% ../nbs/03h_sleep.ipynb #1df482a8
@@ -26,9 +26,10 @@ def _some(module, tensors=16, numbers=64, seed=0):
     return [p.detach().flatten()[torch.randint(p.numel(), (numbers,), generator=rng).to(p.device)].cpu() for p in chosen]
 
 # %% ../nbs/03h_sleep.ipynb #3fba3467
-class Sleeping:
+class Sleeping(OneThread):
     "The part of an `Engine` that sleeps. It reads the engine's `llm`, `cpu`, `args` and `trace`, and writes `broken`."
     asleep = frozenset()  # of "weights" and "kv_cache"
+    turn = threading.RLock()  # of the process, which has one engine
     lent = None  # whoever else uses the weights (06b_one_base)
     _buffers, _noted, _pinning = None, None, None
 
