@@ -86,6 +86,6 @@ class OneThread:
             raise Busy("a run in the background uses this engine: pause or stop it first, or wait until it is done")
         try: yield self
         finally: self.turn.release()
-    def idle(self):
-        "Itself. Raises `Busy` when another thread has it."
+    def idle(self) -> 'OneThread': # itself
+        "Raises `Busy` when another thread has it."
         with self.taken(): return self

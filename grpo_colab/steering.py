@@ -18,31 +18,34 @@ from transformers import TrainerCallback
 class Stopped(Exception):
     "A run ended because it was told to. What it trained is kept."
 
-class Steering(TrainerCallback):
+class Steering:
     "What a trainer is asked to do where its next step begins. Raises `RuntimeError` for a run of several processes."
     def __init__(self,
         trainer, # ours, or another one of Transformers; `steering_of(trainer)` makes one `Steering` for each
     ):
         if (n := trainer.args.world_size) > 1:
-            raise RuntimeError(f"this run has {n} processes, and a notebook steers only its own: stop it with Ctrl-C where it was "
-                               "launched, and change its configuration")
+            raise RuntimeError(f"this run has {n} processes, and a notebook steers only its own: stop it with Ctrl-C where it "
+                               "was launched, and change its configuration")
         self.trainer, self.turn, self.wishes, self.said = trainer, threading.Condition(), {}, "" #: said: what went wrong last
         self.hold, self.steps, self.state = False, 0, "not begun" #: wait?, steps until then, what the run does
-        trainer.callback_handler.callbacks.insert(0, self)  # first: what it waits for belongs to no step
+        trainer.callback_handler.callbacks.insert(0, _Border(self))  # first: what it waits for belongs to no step
 
-    def on_train_begin(self, args, state, control, **kwargs): self.state = "running"
+class _Border(TrainerCallback):
+    "Where one step has ended and the next has not begun."
+    def __init__(self, steer): self.steer = steer
+    def on_train_begin(self, args, state, control, **kwargs): self.steer.state = "running"
     def on_step_begin(self, args, state, control, **kwargs):
-        with interruptible(): self._border()
-    def on_train_end(self, args, state, control, **kwargs): self.state = "finished"
+        with interruptible(): self.steer._border()
+    def on_train_end(self, args, state, control, **kwargs): self.steer.state = "finished"
 
-# %% ../nbs/16d_steering.ipynb #63b16069
+# %% ../nbs/16d_steering.ipynb #c8ce6b90
 def steering_of(
     trainer, # ours, or another one of Transformers
 ) -> Steering: # the one it has, or a new one
     "What steers `trainer`. Raises `RuntimeError` for a run of several processes."
-    return next((c for c in trainer.callback_handler.callbacks if isinstance(c, Steering)), None) or Steering(trainer)
+    return next((c.steer for c in trainer.callback_handler.callbacks if isinstance(c, _Border)), None) or Steering(trainer)
 
-# %% ../nbs/16d_steering.ipynb #e0039621
+# %% ../nbs/16d_steering.ipynb #08a7a3e5
 @patch
 def _wish(self:Steering, **wishes):
     with self.turn:
@@ -65,6 +68,7 @@ def resume(self:Steering):
     "Go on."
     self._go(False)
 
+# %% ../nbs/16d_steering.ipynb #c934afe4
 @patch
 def one_step(self:Steering):
     "Do one step, and wait again."
@@ -102,7 +106,7 @@ def change(self:Steering,
         if name == "in_flight" and value != int(value): raise ValueError(f"in_flight={value}: a whole number of completions")
     self._wish(**knobs)
 
-# %% ../nbs/16d_steering.ipynb #1fadaa6f
+# %% ../nbs/16d_steering.ipynb #4ce09e4c
 @patch
 def _border(self:Steering):
     "Grant wishes, and wait as long as that is wished."
@@ -118,6 +122,7 @@ def _border(self:Steering):
     with self.turn: self.steps = max(0, self.steps - 1)
     self._is("running")
 
+# %% ../nbs/16d_steering.ipynb #79e52440
 @patch
 def _samples_next(self:Steering):
     "Does the next step begin with a generation?"
