@@ -25,7 +25,7 @@ def halved(
     old, new = events[:len(events) // 2], events[len(events) // 2:]
     starts = sorted(e["ts"] for e in old if (e["name"], e["ph"], e["pid"]) == ("step", "X", 0))
     if len(starts) < 2: return [e for e in old if e["ph"] == "M"] + new
-    def stays(e): return e["ph"] == "M" or bisect_right(starts, e["ts"]) % 2 or e["ts"] >= starts[-1]  # the rest of that is in `new`
+    def stays(e): return e["ph"] == "M" or bisect_right(starts, e["ts"]) % 2 or e["ts"] >= starts[-1]  # of which `new` has the rest
     return [e for e in old if stays(e)] + new
 
 class Tail:
@@ -138,13 +138,14 @@ CREDIT = 1. #: seconds of processor time that the first figures may take beside 
 @patch
 def _follow(self:Screen, places):
     "Draw one view after the other until the run is over, or the cell has been run again."
-    names, begun, n = [*VIEWS], time.time(), 0
+    names, begun, n = [*VIEWS], time.time(), -1
     while self.live() and self.places is places:
         before = time.thread_time()
         try:
-            while not self.draw(names[n % len(names)]) and (n := n + 1) % len(names): pass
+            for n in range(n + 1, n + 1 + len(names)):
+                if self.draw(names[n % len(names)]): break
         except Exception as e: places["status"](f"<p>{html.escape(repr(e))}</p>")
-        self.spent, n = self.spent + time.thread_time() - before, n + 1
+        self.spent += time.thread_time() - before
         time.sleep(max(1., 100 * (self.spent - CREDIT) - (time.time() - begun)))
         self.watched = time.time() - begun
     if self.places is places: self.draw()
