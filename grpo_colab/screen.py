@@ -25,7 +25,7 @@ def halved(
     old, new = events[:len(events) // 2], events[len(events) // 2:]
     starts = sorted(e["ts"] for e in old if (e["name"], e["ph"], e["pid"]) == ("step", "X", 0))
     if len(starts) < 2: return [e for e in old if e["ph"] == "M"] + new
-    def stays(e): return e["ph"] == "M" or bisect_right(starts, e["ts"]) % 2 or e["ts"] >= starts[-1]  # of which `new` has the rest
+    def stays(e): return e["ph"] == "M" or bisect_right(starts, e["ts"]) % 2 or e["ts"] >= starts[-1]  # it goes on in `new`
     return [e for e in old if stays(e)] + new
 
 class Tail:
