@@ -123,7 +123,7 @@ class Advice:
 
     def _repr_html_(self): return f"<pre>{html.escape(str(self))}</pre>"
 
-# %% ../nbs/17b_advisor.ipynb #9396c077
+# %% ../nbs/17b_advisor.ipynb #9fa498c8
 def _limit(k, said, held):
     "In a sentence."
     share = {r["cause"]: r["share"] for r in said}
@@ -134,10 +134,11 @@ def _limit(k, said, held):
         return f"Sampling takes {a:.0%} of it, forward and backward {b:.0%}: {top} is the limit."
     wait = share.get("waiting for rollouts", 0)
     if wait < .1: return f"The trainer computes {train:.0%} of it and waits {wait:.0%} for rollouts: it is the limit itself."
-    if held > .3: return (f"The trainer waits {wait:.0%} of it for rollouts, while replicas have room and may not begin {held:.0%} "
-                          "of the time: the window of staleness holds them back.")
+    if held > .3: return (f"The trainer waits {wait:.0%} of it for rollouts, while replicas have room and may not begin "
+                          f"{held:.0%} of the time: the window of staleness holds them back.")
     return f"The trainer waits {wait:.0%} of it for rollouts, and the replicas are full: they are the limit."
 
+# %% ../nbs/17b_advisor.ipynb #177723eb
 def advise(
     trace, # path of a trace, a `Trace`, or a list of events
     skip:int=2, # steps at the beginning, which compile and fill queues
