@@ -37,7 +37,7 @@ class Work:
     budget:int = 16_384 # tokens of a row
     at_once:int = 16    # completions a micro-batch, as TRL counts
     steps:tuple = (3, 12)  # not counted (what compiles, and a queue that is not yet what it will be), and counted after them
-    slow:dict = field(default_factory=lambda: {"batch 1": (1, 2)})  # run -> the same, where a step takes half a minute
+    slow:dict = field(default_factory=lambda: {"batch 1": (2, 3)})  # run -> the same, where a step takes half a minute
 
     def steps_of(self,
         run:str, # name
