@@ -167,7 +167,7 @@ COUNTERS = dict(
     length=dict(mean="completions/mean_length", max="completions/max_length"), loss=dict(loss="loss"),
     entropy=dict(entropy="entropy"), kl=dict(kl="kl"), clip=dict(low="clip_ratio/low_mean", high="clip_ratio/high_mean"),
     cut=dict(share="completions/clipped_ratio"), alike=dict(share="frac_reward_zero_std"), grad=dict(norm="grad_norm"),
-    learning_rate=dict(lr="learning_rate"),
+    learning_rate=dict(lr="learning_rate"), seen=dict(tokens="num_tokens"),
     ratio=dict(mean="sampling/importance_sampling_ratio/mean", max="sampling/importance_sampling_ratio/max"),
     gap=dict(mean="sampling/sampling_logp_difference/mean", max="sampling/sampling_logp_difference/max"),
 )
