@@ -190,8 +190,7 @@ def segments(
     events, # trace events, or anything that `read_trace` takes
 ) -> list: # of (event, start µs, end µs): stretches in which `event` is the innermost span of its thread
     "Cut the time of each thread at the edges of its spans. The stretches of a thread never overlap"
-    events = read_trace(events)
-    return once(events, 'segments', lambda: _cut(events))
+    return once(events := read_trace(events), 'segments', lambda: _cut(events))
 
 def _cut(events):
     threads, out = {}, []
@@ -216,17 +215,16 @@ def steps(
     events, # trace events, or anything that `read_trace` takes
     rank:int=0, # index of the process
 ) -> list: # of dicts in order of time: step, start and end (µs), seconds (the span `step`), phases ({name: seconds})
-    "Seconds by phase of every training step of one rank. A step run twice, after a resume, is there twice"
-    events = read_trace(events)
-    return once(events, ('steps', rank), lambda: _steps(events, rank))
+    "Seconds by phase of every training step of one rank, in the thread that trains. A step run twice, after a resume, is there twice"
+    return once(events := read_trace(events), ('steps', rank), lambda: _steps(events, rank))
 
 def _steps(events, rank):
     found = named(events, 'step', 'X', rank)
     out = [dict(step=e['args'].get('step', n), start=e['ts'], end=e['ts'] + e['dur'], seconds=e['dur'] / 1e6, phases={})
            for n, e in enumerate(found, 1)]
-    at = [o['start'] for o in out]
+    at, mine = [o['start'] for o in out], {(rank, e['tid']) for e in found}
     for e, a, b in segments(events):
-        if e['pid'] != rank or (i := bisect_right(at, a) - 1) < 0: continue  # before the first step
+        if (e['pid'], e['tid']) not in mine or (i := bisect_right(at, a) - 1) < 0: continue  # before the first step
         name = 'other' if e['name'] == 'step' else e['name']
         out[i]['phases'][name] = out[i]['phases'].get(name, 0) + (b - a) / 1e6
     return out
@@ -251,23 +249,24 @@ def counters(
 def summary(
     events, # trace events, or anything that `read_trace` takes
 ) -> list: # of dicts, longest first: phase, count, seconds, own, share, tokens, tokens_s, gb, gb_s; None where unknown
-    "Time, tokens and bytes by phase, all ranks together. `share`: own seconds / seconds of all steps; GB: 1e9 bytes"
-    events = read_trace(events)
-    return once(events, 'summary', lambda: _summary(events))
+    "Time, tokens and bytes by phase, all ranks together. `share`: seconds in `steps` / seconds of all steps; GB: 1e9 bytes"
+    return once(events := read_trace(events), 'summary', lambda: _summary(events))
 
 def _summary(events):
-    spans, own = {}, {}
+    spans, own, inside = {}, {}, collections.Counter()
     for e in events:
         if e['ph'] == 'X': spans.setdefault(e['name'], []).append(e)
     for e, a, b in segments(events): own[e['name']] = own.get(e['name'], 0) + (b - a) / 1e6
-    whole = sum(e['dur'] for e in spans.get('step', ())) / 1e6
+    for rank in {e['pid'] for e in spans.get('step', ())}:
+        for o in steps(events, rank): inside.update(o['phases'])
+    inside['step'], whole = inside.pop('other', 0), sum(e['dur'] for e in spans.get('step', ())) / 1e6
     def per(x, y): return x / y if x is not None and y else None
     def total(some, key): return sum(o) if (o := [v for e in some if isinstance(v := e['args'].get(key), int | float)]) else None
     rows = []
     for name, group in spans.items():
         sec, tokens, size = own.get(name, 0.), total(group, 'tokens'), per(total(group, 'bytes'), 1e9)
         rows.append(dict(phase=name, count=len(group), seconds=sum(e['dur'] for e in group) / 1e6, own=sec,
-                         share=per(sec, whole), tokens=tokens, tokens_s=per(tokens, sec), gb=size, gb_s=per(size, sec)))
+                         share=per(inside.get(name), whole), tokens=tokens, tokens_s=per(tokens, sec), gb=size, gb_s=per(size, sec)))
     return sorted(rows, key=lambda r: -r['seconds'])
 
 # %% ../nbs/02_trace.ipynb #4d43cdb5
