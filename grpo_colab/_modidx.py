@@ -1162,7 +1162,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                    'grpo_colab.memory._rest': ('memory.html#_rest', 'grpo_colab/memory.py'),
                                    'grpo_colab.memory.check_allocator': ('memory.html#check_allocator', 'grpo_colab/memory.py'),
                                    'grpo_colab.memory.ledger': ('memory.html#ledger', 'grpo_colab/memory.py'),
-                                   'grpo_colab.memory.memory_figure': ('memory.html#memory_figure', 'grpo_colab/memory.py'),
                                    'grpo_colab.memory.offloaded': ('memory.html#offloaded', 'grpo_colab/memory.py'),
                                    'grpo_colab.memory.state_tensors': ('memory.html#state_tensors', 'grpo_colab/memory.py'),
                                    'grpo_colab.memory.unwrap': ('memory.html#unwrap', 'grpo_colab/memory.py')},

@@ -69,7 +69,7 @@ def engine(self:ColocateGRPOTrainer) -> Engine: # the running engine
 
 @patch(as_prop=True)
 def memory(self:ColocateGRPOTrainer): # `MemoryManager`
-    "Who holds the GPU: `trainer.memory.ledger()` now, `memory_figure(trainer.trace)` over time."
+    "Who holds the GPU: `trainer.memory.ledger()` now, `views.memory(trainer.trace)` over time."
     return self.vllm_generation.memory
 
 @patch

@@ -15,12 +15,16 @@ from .trace import PHASES, counters, read_trace, segments, steps as training_ste
 PHASE_COLORS = dict(generate='#0072B2', reward='#CC79A7', logprobs='#56B4E9', train='#009E73', optimizer='#F0E442',
                     sync='#D55E00', evaluate='#E69F00', checkpoint='#8B5E3C', other='#9AA3AE')
 
+#: of spans beside the phases: starting, proving a sync, and the publisher's. Paul Tol's muted scheme
+_BESIDE = dict(start='#117733', verify='#882255', publish='#332288', factors='#88CCEE', encode='#DDCC77', write='#999933',
+               announce='#AA4499', unload='#44AA99', retire='#CC6677')
+
 def phase_color(
     name:str, # of a phase or of any other span
 ) -> str: # '#rrggbb'
     "The colour of `name` in every figure. A step's own time, which no phase claims, is drawn as `other`"
-    more = '#332288', '#117733', '#882255', '#44AA99', '#999933'  # Paul Tol's muted scheme
-    return PHASE_COLORS.get('other' if name == 'step' else name) or more[crc32(name.encode()) % len(more)]
+    known = PHASE_COLORS | _BESIDE
+    return known.get('other' if name == 'step' else name) or [*_BESIDE.values()][crc32(name.encode()) % len(_BESIDE)]
 
 def _ordered(names): return sorted(names, key=lambda n: ((*PHASES, n).index(n), n == 'other', n))
 
@@ -32,7 +36,8 @@ _FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, 
 def _template(mode):
     ink = _INK[mode]
     axis = dict(gridcolor=ink['grid'], linecolor=ink['grid'], tickcolor=ink['grid'], ticks='outside', ticklen=4,
-                zeroline=False, automargin=True, tickfont_color=ink['faint'], title=dict(standoff=10, font_size=13))
+                zeroline=False, automargin=True, separatethousands=True, tickfont_color=ink['faint'],
+                title=dict(standoff=10, font_size=13))
     return go.layout.Template(layout=dict(
         font=dict(family=_FONT, size=13, color=ink['text']), paper_bgcolor=ink['paper'], plot_bgcolor=ink['paper'],
         colorway=list(PHASE_COLORS.values()), xaxis=axis, yaxis=axis, margin=dict(l=64, r=24, t=48, b=52), bargap=.12,
@@ -118,10 +123,11 @@ def curves(
     fig.update_layout(template=_template('light'), height=100 + 170 * sum(tall), hovermode='x unified')
     for row, (title, color, lines) in enumerate(panels, 1):
         legend = f'legend{row}' if row > 1 else 'legend'
-        for t in (t for line in lines for t in _lines(*line, color)): fig.add_trace(t.update(legend=legend), row, 1)
+        drawn = [t for line in lines for t in _lines(*line, color)]
+        for t in drawn: fig.add_trace(t.update(legend=legend, showlegend=len(drawn) > 1), row, 1)
         _, y = fig.get_subplot(row, 1)
         fig.update_layout({legend: dict(x=1, xanchor='right', y=y.domain[1], yanchor='bottom', orientation='h')})
-        fig.update_yaxes(title_text=title, rangemode='tozero', row=row, col=1)
+        fig.update_yaxes(title_text=title, rangemode='tozero', exponentformat='power', minexponent=5, row=row, col=1)
         if title == 'held-out accuracy': _ends(fig, *lines[0][:2])
     return fig.update_xaxes(title_text='training step', row=len(panels), col=1)
 

@@ -197,9 +197,9 @@ def _section(question, answer, *parts): return f'<section><h2>{question}</h2><p>
 ANSWERS = {
     'Did it learn?': 'Accuracy on held-out problems, reward in training, lengths.',
     'Where did the time go?': 'Seconds a step by phase. Grey is time that no phase accounts for. In the table, own seconds leave '
-        'out the phases inside, and a share is of the time in steps.',
+        'out the phases inside, and a share is of the time in steps, without what runs beside them.',
     'Who held the processor, and when?': 'The last ten steps, phase by phase; drag to zoom in, double-click to zoom out.',
-    'Who holds the memory?': 'GiB by owner at the end of each phase, activations at their highest in it.',
+    'Who holds the memory?': 'GiB by owner in the last ten steps: at the end of each phase, activations at their highest in it.',
     'Is the policy well?': 'Entropy that falls to zero, a growing gap between engine and trainer, or a large importance ratio '
         'are first signs of trouble.',
     'How old are the samples?': 'Groups of a step by the number of optimizer steps between their sampling and their training.',

@@ -215,7 +215,7 @@ def steps(
     events, # trace events, or anything that `read_trace` takes
     rank:int=0, # index of the process
 ) -> list: # of dicts in order of time: step, start and end (µs), seconds (the span `step`), phases ({name: seconds})
-    "Seconds by phase of every training step of one rank, in the thread that trains. A step run twice, after a resume, is there twice"
+    "Seconds by phase of every training step of one rank, in the thread that trains. A step run twice is there twice"
     return once(events := read_trace(events), ('steps', rank), lambda: _steps(events, rank))
 
 def _steps(events, rank):
@@ -266,7 +266,8 @@ def _summary(events):
     for name, group in spans.items():
         sec, tokens, size = own.get(name, 0.), total(group, 'tokens'), per(total(group, 'bytes'), 1e9)
         rows.append(dict(phase=name, count=len(group), seconds=sum(e['dur'] for e in group) / 1e6, own=sec,
-                         share=per(inside.get(name), whole), tokens=tokens, tokens_s=per(tokens, sec), gb=size, gb_s=per(size, sec)))
+                         share=per(inside.get(name), whole), tokens=tokens,
+                         tokens_s=per(tokens, sec), gb=size, gb_s=per(size, sec)))
     return sorted(rows, key=lambda r: -r['seconds'])
 
 # %% ../nbs/02_trace.ipynb #4d43cdb5
