@@ -99,7 +99,8 @@ def headlines(
     events = read_trace(events)
     rows, found = {r['phase']: r for r in summary(events)}, training_steps(events)
     acc, reward = _ends(counters(events, 'accuracy'), 'held_out', 0), _ends(counters(events, 'reward'), 'mean', .1)
-    times = [t for e in events if e['ph'] != 'M' for t in (e['ts'], e['ts'] + e.get('dur', 0))]
+    first = min((e['ts'] for e in events if e['ph'] != 'M'), default=None)
+    last = max((e['ts'] + e.get('dur', 0) for e in events if e['ph'] != 'M'), default=None)
     gen, inside = rows.get('generate', {}), Counter()
     for s in found: inside.update({k: v for k, v in s['phases'].items() if k not in ('step', 'other')})
     top, spent = max(inside, key=inside.get, default=None), sum(s['seconds'] for s in found)
@@ -108,7 +109,7 @@ def headlines(
             ('reward', arrow(reward), 'first and last tenth of training' if reward else 'not recorded'),
             ('training steps', f'{len(found):,}' if found else '–',
              f'{_time(median(s["seconds"] for s in found))} each (median)' if found else 'none yet'),
-            ('time', _time((max(times) - min(times)) / 1e6) if times else '–', 'from the first event to the last'),
+            ('time', '–' if first is None else _time((last - first) / 1e6), 'from the first event to the last'),
             ('tokens sampled', f'{gen["tokens"]:,}' if gen.get('tokens') else '–',
              f'{gen["tokens_s"]:,.0f} a second while generating' if gen.get('tokens_s') else 'not recorded'),
             ('longest phase', top or '–', f'{inside[top] / spent:.0%} of the time in steps' if top else 'none yet')]

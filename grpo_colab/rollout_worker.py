@@ -107,6 +107,8 @@ def take(self:RolloutWorker,
             self.hand.lock.wait(min(left, 1.))
         self.waited += time.monotonic() - begun
     self._poke()
+    self.trace.count("rollouts", inflight=self._requests, queue=len(self.hand.scored) * self.limits.num_generations,
+                     tokens=self.tokens, seconds=self._client.seconds)
     return taken
 
 # %% ../nbs/14d_rollout_worker.ipynb #71270c44
@@ -243,8 +245,6 @@ def _end(self:RolloutWorker, g, cause, error):
         else: self.hand.lose(g, cause)
         self.hand.lock.notify_all()
     self._wake.set()
-    self.trace.count("rollouts", inflight=self._requests, queue=len(self.hand.scored) * self.limits.num_generations,
-                     tokens=self.tokens, seconds=self._client.seconds)
     if error is None: return setattr(self, "_failed", self._failed if cause else 0)
     self._failed += 1
     self.trace.event("dropped", cause=cause, prompt=g.position, error=f"{type(error).__name__}: {error}"[:300])
