@@ -15,13 +15,16 @@ from IPython.display import display
 from .screen import Screen
 from .steering import Stopped, steering_of
 
-# %% ../nbs/16e_lab.ipynb #c309d783
+# %% ../nbs/16e_lab.ipynb #1f3341ac
 class _Run:
     "One `train()` on a thread of its own."
     now, lock = None, threading.Lock()  # the one of this process
     def __init__(self, trainer, resume):
         self.trainer, self.resume, self.result, self.error = trainer, resume, None, None
         self.thread = threading.Thread(target=self._train, daemon=True, name="training")
+        self.over = threading.Event()  # an interrupted `Thread.join` takes the thread for ended (Python 3.11), this does not
+
+    alive = property(lambda self: self.thread.ident is not None and not self.over.is_set())
 
     def _train(self):
         steer = steering_of(self.trainer)
@@ -30,14 +33,17 @@ class _Run:
             self.result = self.trainer.train(resume_from_checkpoint=self.resume)
         except Stopped: pass
         except BaseException as e: self.error, steer.state = e, "failed"
-        finally: _Run.now = None
+        finally:
+            _Run.now = None
+            self.over.set()
 
-@atexit.register
+# %% ../nbs/16e_lab.ipynb #02fbd1ea
 def _at_exit():
-    "The process ends, a restarted kernel's too: the run first, then, as `Engine` has it, the engine."
+    """The process ends, a restarted kernel's too: the run first, then, as `Engine` has it, the engine. A thread that computes
+    when Python is gone ends the process with SIGABRT, so this waits for the end of the step; Jupyter waits 5 s, and kills."""
     if (run := _Run.now) is not None:
         steering_of(run.trainer).stop()
-        run.thread.join(3)
+        if run.over.wait(60): run.thread.join()
 
 # %% ../nbs/16e_lab.ipynb #b2b2efc4
 class Lab(Screen):
@@ -51,7 +57,7 @@ class Lab(Screen):
 
     def live(self) -> bool: # may more come?
         "Does it train, or has it not begun?"
-        return self._run.thread.is_alive() or self.steer.state == "not begun"
+        return self._run.alive or self.steer.state == "not begun"
 
     _run = property(lambda self: getattr(self.steer, "run", None) or _Run(self.trainer, None))
     result = property(lambda self: self._run.result) #: what `train()` returned; None before, and of a stopped run
@@ -74,6 +80,8 @@ def start(self:Lab,
                 if type(c).__name__ in _PRINT: self.trainer.remove_callback(c)
             self.steer.run = _Run.now = _Run(self.trainer, resume_from_checkpoint)
             self.steer.state = "starting"
+            atexit.unregister(_at_exit)
+            atexit.register(_at_exit)  # the last one is called first, and vLLM's and PyTorch's take apart what a step needs
             _Run.now.thread.start()
     return self
 
@@ -87,11 +95,11 @@ def wait(self:Lab,
     "Wait until training has ended. Raises what ended it. Interrupted, it leaves training alone."
     end = time.time() + (float("inf") if seconds is None else seconds)
     try:
-        while (thread := self._run.thread).is_alive() and time.time() < end: thread.join(min(.2, max(0, end - time.time())))
+        while (run := self._run).alive and time.time() < end: run.over.wait(min(.2, max(0, end - time.time())))
     except KeyboardInterrupt as e:
         e.add_note("training goes on in the background: stop() ends it")
         raise
-    if self.places and not self._run.thread.is_alive(): self.draw()
+    if self.places and not self._run.alive: self.draw()
     if self.error: raise self.error
     return self.result
 
@@ -99,7 +107,7 @@ def wait(self:Lab,
 @patch
 def stop(self:Lab): # what `train()` returned, if it was done already
     "End training where the next step begins. What it has is kept, and `start()` goes on from there."
-    if self._run.thread.is_alive(): self.steer.stop()
+    if self._run.alive: self.steer.stop()
     return self.wait()
 
 @patch
@@ -112,7 +120,7 @@ def close(self:Lab):
 @patch
 def status(self:Lab):
     "One line on top: what the run does, and what went wrong."
-    state = self.steer.state if self._run.thread.is_alive() or self.steer.state != "running" else "ended"
+    state = self.steer.state if self._run.alive or self.steer.state != "running" else "ended"
     wrong = self.error or self.steer.said
     return f"<b>{state}</b> · {Screen.status(self)}" + (f"<br><b>{html.escape(f'{wrong!r}'[:400])}</b>" if wrong else "")
 
