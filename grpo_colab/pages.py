@@ -6,7 +6,7 @@
 __all__ = ['facts_of', 'compare', 'named', 'main']
 
 # %% ../nbs/16a_pages.ipynb #2611e81f
-import argparse, tempfile, webbrowser
+import argparse, gc, tempfile, webbrowser
 from pathlib import Path
 from .report import _rows, _section, headlines, report, write_page
 from .trace import read_trace, summary
@@ -78,6 +78,7 @@ def main(
     else:
         (name, path), = runs.items()
         events = read_trace(path)
+        gc.freeze()  # events have no cycles: looking for some in each of them takes as long as drawing them
         report(events, out, title=name, facts=facts_of(events))
     print(out)
     if not args.no_open: webbrowser.open(out.resolve().as_uri())
