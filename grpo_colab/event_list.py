@@ -8,6 +8,7 @@ __all__ = ['Events', 'once', 'named', 'read_events']
 # %% ../nbs/01b_event_list.ipynb #27cfc95a
 import gc, gzip, sys, warnings
 from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 import orjson
 
@@ -42,7 +43,7 @@ def named(
     def sort():
         kinds = defaultdict(list)
         for e in events: kinds[e["name"], e["ph"], e["pid"]].append(e)
-        return {kind: sorted(some, key=lambda e: e["ts"]) for kind, some in kinds.items()}
+        return {kind: sorted(some, key=itemgetter("ts")) for kind, some in kinds.items()}
     return once(events, "named", sort).get((name, ph, rank), [])
 
 # %% ../nbs/01b_event_list.ipynb #9e2c2e8c

@@ -202,11 +202,11 @@ def _cut(events):
             start = e['ts'] if e else math.inf
             while stack:
                 end = stack[-1]['ts'] + stack[-1]['dur']
-                if min(end, start) > now: out.append((stack[-1], now, min(end, start)))
-                now = max(now, min(end, start))
+                until = end if end < start else start
+                if until > now: out.append((stack[-1], now, now := until))
                 if end > start: break
                 stack.pop()
-            now = max(now, start)
+            if start > now: now = start
             stack.append(e)
     return out
 
