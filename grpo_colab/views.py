@@ -46,7 +46,7 @@ def memory(
 # %% ../nbs/02b_views.ipynb #462e006c
 #: what `health` shows, as `figures.LEARNED`
 HEALTH = (("entropy", "entropy, nats", "evaluate", [("entropy", "entropy", "line")]),
-          ("kl", "KL to the reference", "checkpoint", [("kl", "KL", "line")]),
+          ("kl", "KL to the reference", "reward", [("kl", "KL", "line")]),
           ("clip", "share clipped", "sync", [("low", "below", "dots"), ("high", "above", "line")]),
           ("ratio", "importance ratio", "train", [("mean", "mean", "line"), ("max", "largest", "dots")]),
           ("gap", "gap, nats", "logprobs", [("mean", "mean", "line"), ("max", "largest", "dots")]),
@@ -88,7 +88,7 @@ FLEET = (("replicas_tokens_s", "tokens a second", "generate",
           [(str(i), f"replica {i}", "dots" if i else "line") for i in range(8)]),
          ("rollouts", "completions", "reward", [("inflight", "asked for", "line"), ("queue", "scored, waiting", "dots")]),
          ("fleet", "prefix hits", "logprobs", [("found", "found", "line"), ("predicted", "predicted", "dots")]),
-         ("versions", "versions", "checkpoint", [("loaded", "on the replicas", "line"), ("in_flight", "in flight", "dots")]),
+         ("versions", "versions", "evaluate", [("loaded", "on the replicas", "line"), ("in_flight", "in flight", "dots")]),
          ("publish", "seconds to publish", "sync", [("seconds", "until all have it", "line")]))
 
 def fleet(
