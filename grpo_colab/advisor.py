@@ -9,7 +9,9 @@ __all__ = ['BANDWIDTH', 'Move', 'moves', 'gains', 'best', 'ladder', 'causes', 'A
 import argparse, html, json
 from dataclasses import asdict, dataclass, replace
 
-from .fitted import fit
+from fastcore.basics import patch
+
+from .fitted import fit, skipped
 from .trace import counters, read_trace, steps as training_steps
 from .what_if import Knobs, Predicted, operations, simulate
 
@@ -48,16 +50,21 @@ def moves(
 def gains(
     c,       # `Costs`, from `fit`
     k:Knobs, # of the run
-) -> list: # of (Move, Predicted, how many times as fast), in the order of `moves`
+) -> list: # of (Move, Predicted, how many times as fast), in the order of `moves`; (Move, None, 0.) where nobody can tell
     "Each move in the simulator."
-    now = simulate(c, k).step_seconds
-    return [(m, p, now / p.step_seconds) for m in moves(k) for p in [simulate(c, m.knobs)]]
+    now, found = simulate(c, k).step_seconds, []
+    for m in moves(k):
+        try: p = simulate(c, m.knobs)
+        except ValueError: found.append((m, None, 0.))  # no packed row was seen, and the GPU is not known
+        else: found.append((m, p, now / p.step_seconds))
+    return found
 
 # %% ../nbs/17b_advisor.ipynb #3b8a5c30
 def best(
     found:list, # from `gains`
 ): # one of them, or None when nothing that is free gains a percent
     "The move to make now."
+    if found and found[0][1] is None: return found[0]  # try it: packed rows are what all else rests on
     free = [o for o in found if not o[0].costs and o[2] > 1.01]
     top = max((o[2] for o in free), default=0)
     return next((o for o in free if o[2] >= top - .02), None)
@@ -68,7 +75,7 @@ def ladder(
 ) -> list: # of (Move, Predicted, how many times as fast as before it)
     "One move after the other, until nothing that is free gains anything."
     done = []
-    while found := best(gains(c, k)):
+    while (found := best(gains(c, k))) and found[1]:
         done.append(found)
         k = found[0].knobs
     return done
@@ -79,13 +86,13 @@ BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "L40S": .864e12, "
 
 def causes(
     trace, # path of a trace, a `Trace`, or a list of events
-    skip:int=2, # steps at the beginning
+    skip:int|None=None, # steps at the beginning; None: as many as `fit` takes
 ) -> list: # of dicts, longest first: cause, seconds, share, at_best (seconds, or None)
     "The time of a step by cause. Raises what `fit` raises."
     events = read_trace(trace)
     c, k = fit(events, skip)
     said = [e["args"] for e in events if e["name"] == "settings"][-1]
-    rows = training_steps(events)[skip:]
+    rows = training_steps(events)[skipped(events, skip):]
     whole = (rows[-1]["start"] - rows[0]["start"]) / 1e6 / (len(rows) - 1)
     seconds = {p: sum(r["phases"].get(p, 0) for r in rows[:-1]) / (len(rows) - 1) for p in {p for r in rows for p in r["phases"]}}
     tokens = [c.lengths[i % len(c.lengths)] for i in range(k.completions)]
@@ -98,7 +105,7 @@ def causes(
     return sorted((dict(cause=names.get(p, p), seconds=s, share=s / whole, at_best=best.get(p)) for p, s in seconds.items()),
                   key=lambda r: -r["seconds"])
 
-# %% ../nbs/17b_advisor.ipynb #361bd59d
+# %% ../nbs/17b_advisor.ipynb #d2f2fd51
 @dataclass(frozen=True)
 class Advice:
     "What limits a run and what to change; shows itself as a table in a notebook."
@@ -110,18 +117,24 @@ class Advice:
     moves:list           # of (Move, Predicted, how many times as fast)
     best:tuple|None      # of these, the one to make now
     basis:tuple          # what the predictions rest on
-
-    def __str__(self):
-        if self.best is None: first = "No free knob gains a percent."
-        else:
-            m, p, gain = self.best
-            first = f"Turn this first: {m.words} ({m.name}), {gain:.2f} times as fast: {p.step_seconds:.3g} s a step."
-        off = self.now.step_seconds / self.step_seconds - 1
-        rows = [f"  {m.name:24} {gain:6.2f} times   {m.words}{f'; costs {m.costs}' * bool(m.costs)}" for m, _, gain in self.moves]
-        return "\n".join([f"A step takes {self.step_seconds:.3g} s. {self.limit}", first, "What each knob alone would do:", *rows,
-                          f"The simulator has this run itself at {off:+.0%}. It rests on: " + "; ".join(self.basis) + "."])
-
     def _repr_html_(self): return f"<pre>{html.escape(str(self))}</pre>"
+
+# %% ../nbs/17b_advisor.ipynb #53d4e6e6
+@patch
+def __str__(self:Advice):
+    first = "No free knob gains a percent."
+    if self.best is not None:
+        m, p, gain = self.best
+        came = f"{gain:.2f} times as fast: {p.step_seconds:.3g} s a step" if p else ""
+        if not p: came = "whose gain nobody can tell before two steps of it"
+        first = f"Turn this first: {m.words} ({m.name}), {came}."
+    off = self.now.step_seconds / self.step_seconds - 1
+    rows = [f"  {m.name:24} {f'{gain:6.2f} times' if p else 'not known   '}   {m.words}{f'; costs {m.costs}' * bool(m.costs)}"
+            for m, p, gain in self.moves]
+    return "\n".join([f"A step takes {self.step_seconds:.3g} s. {self.limit}", first, "What each knob alone would do:", *rows,
+                      f"The simulator has this run itself at {off:+.0%}. It rests on: " + "; ".join(self.basis) + "."])
+
+
 
 # %% ../nbs/17b_advisor.ipynb #9fa498c8
 def _limit(k, said, held):
@@ -141,12 +154,12 @@ def _limit(k, said, held):
 # %% ../nbs/17b_advisor.ipynb #177723eb
 def advise(
     trace, # path of a trace, a `Trace`, or a list of events
-    skip:int=2, # steps at the beginning, which compile and fill queues
+    skip:int|None=None, # steps at the beginning, which compile and fill queues; None: as many as `fit` takes
 ) -> Advice:
     "Raises `ValueError` for a trace that does not say enough: see `fit`."
     events = read_trace(trace)
     (c, k), said = fit(events, skip), causes(events, skip)
-    held = [r["held_back"] for r in counters(events, "replicas") if "held_back" in r][skip:]
+    held = [r["held_back"] for r in counters(events, "replicas") if "held_back" in r][skipped(events, skip):]
     found = gains(c, k)
     whole, limit = sum(r["seconds"] for r in said), _limit(k, said, sum(held) / len(held) if held else 0.)
     return Advice(k, simulate(c, k), whole, limit, said, found, best(found), c.basis)
