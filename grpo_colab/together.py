@@ -36,7 +36,8 @@ class Watch:
     ):
         self.store, self.run, self.beat, self.silence = store, run, beat, silence
         self.rank, self.ranks, self.mine, self.done = dist.get_rank(), dist.get_world_size(), False, threading.Event()
-        threading.Thread(target=self._look, daemon=True, name="watch over the ranks").start()
+        self.thread = threading.Thread(target=self._look, daemon=True, name="watch over the ranks")
+        self.thread.start()
 
     def why(self,
         text:str, # why this rank ends
@@ -89,6 +90,7 @@ def together(
         yield
         dist.barrier()
         watch.done.set()
+        watch.thread.join(5)  # a thread that asks the store when Python is gone ends the process with SIGABRT
     except BaseException as e:
         _tell(watch, e)
         raise
