@@ -80,7 +80,7 @@ class FleetGeneration(OneThread):
         **kwargs, # what TRL passes to `VLLMGeneration`
     ):
         vars(self).update(kwargs)
-        self.trainer, self.vllm_client, self.llm, self.turn = trainer, self, None, threading.RLock()
+        self.trainer, self.vllm_client, self.llm = trainer, self, None
         self._choose_rows(trainer.args)
 
     def get_server_info(self): # asked by TRL; what it says is proven when training begins

@@ -78,7 +78,8 @@ class Busy(RuntimeError):
     "Another thread uses it."
 
 class OneThread:
-    "What one thread uses at a time. Needs an `RLock` called `turn`."
+    "What one thread uses at a time."
+    turn = threading.RLock()  # of the process: so are vLLM's, PyTorch's and Accelerate's states
     @contextlib.contextmanager
     def taken(self):
         "This thread's, until the block is done. Raises `Busy`."

@@ -29,7 +29,6 @@ def _some(module, tensors=16, numbers=64, seed=0):
 class Sleeping(OneThread):
     "The part of an `Engine` that sleeps. It reads the engine's `llm`, `cpu`, `args` and `trace`, and writes `broken`."
     asleep = frozenset()  # of "weights" and "kv_cache"
-    turn = threading.RLock()  # of the process, which has one engine
     lent = None  # whoever else uses the weights (06b_one_base)
     _buffers, _noted, _pinning = None, None, None
 

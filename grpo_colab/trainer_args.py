@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from . import compat
+from .interrupt import OneThread
 
 # %% ../nbs/08_trainer_args.ipynb #059dba78
 _ = compat.import_vllm()  # before TRL imports it, so that its log is quiet
@@ -67,6 +68,7 @@ class ColocateGRPOConfig(_Rows):
         help="File the trace is written to. 'auto': trace.jsonl in output_dir; None: keep it in memory."))
 
     def __post_init__(self):
+        OneThread().idle()  # Transformers makes Accelerate's state anew, and a run in the background would end
         if not torch.cuda.is_available(): self.use_cpu = True
         if str(self.token_budget).isdigit(): self.token_budget = int(self.token_budget)
         if str(self.sleep_level).isdigit(): self.sleep_level = int(self.sleep_level)  # from a command line
