@@ -18,7 +18,7 @@ def _replica(events, k, since, basis):
     rows = [r for r in counters(events, "rollouts") if "seconds" in r and r["ts"] >= since]
     if not k.asynchronous: return 0., CROWD
     if len(rows) < 2 or rows[-1]["tokens"] == rows[0]["tokens"]:
-        raise ValueError("the trace does not say how long requests took: it ended too early, or is of a version before 0.2")
+        raise ValueError("the trace does not say how long requests took: it ended too early, or is of an earlier version")
     tokens, seconds = (rows[-1][key] - rows[0][key] for key in ("tokens", "seconds"))
     beside = seconds / ((rows[-1]["ts"] - rows[0]["ts"]) / 1e6) / k.replicas - 1
     token, crowd = seconds / tokens, CROWD

@@ -40,7 +40,7 @@ def knobs_of(
     replicas:int=1, # that were up
 ) -> Knobs:
     "Raises `ValueError` for a trace without settings."
-    if not said: raise ValueError("the trace has no settings: it is of a version before 0.2, or of another program")
+    if not said: raise ValueError("the trace has no settings: it is of an earlier version, or of another program")
     packed, each = bool(said.get("packing")), said["per_device_train_batch_size"]
     budget = said.get("token_budget")
     size = budget if packed and isinstance(budget, int) else 16_384 if packed else each
