@@ -79,7 +79,10 @@ def place(): # function: takes a figure or HTML, and shows it there
     "A place in the output of the cell that runs."
     if not os.environ.get("SERVER_SOFTWARE", "").startswith("voila"):
         handle = display(bundle(""), display_id=True, raw=True)
-        return lambda o: handle.update(bundle(o), raw=True)
+        def put(o):
+            if not isinstance(o, str): handle.update(bundle(""), raw=True)  # JupyterLab redraws no figure that is there
+            handle.update(bundle(o), raw=True)
+        return put
     out = widgets.Output()
     display(out)
     return lambda o: setattr(out, "outputs", (dict(output_type="display_data", data=bundle(o), metadata={}),))
@@ -149,7 +152,7 @@ def _ipython_display_(self:Screen):
 def controls(self:Screen): "Show what steers the run. A trace alone has nothing to steer."
 
 # %% ../nbs/16c_screen.ipynb #77cdab18
-CREDIT = 1. #: seconds of processor time that the first figures may take beside their share
+CREDIT = 10. #: seconds of processor time that figures may take beside their share: the first minutes of a run are looked at
 
 @patch
 def _follow(self:Screen, places):
