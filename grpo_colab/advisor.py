@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from fastcore.basics import patch
 
+from .event_list import last_mark
 from .fitted import fit, skipped
 from .trace import counters, read_trace, steps as training_steps
 from .what_if import Knobs, Predicted, operations, simulate
@@ -80,22 +81,25 @@ def ladder(
         k = found[0].knobs
     return done
 
-# %% ../nbs/17b_advisor.ipynb #815f6d91
+# %% ../nbs/17b_advisor.ipynb #f78ed618
 #: bytes a second that a GPU reads from its memory, by a part of its name: data sheets
 BANDWIDTH = {"H200": 4.8e12, "H100": 3.35e12, "A100": 2.0e12, "L40S": .864e12, "L4": .3e12, "T4": .32e12, "B200": 8e12}
 
+# %% ../nbs/17b_advisor.ipynb #28828abb
 def causes(
     trace, # path of a trace, a `Trace`, or a list of events
     skip:int|None=None, # steps at the beginning; None: as many as `fit` takes
 ) -> list: # of dicts, longest first: cause, seconds, share, at_best (seconds, or None)
     "The time of a step by cause. Raises what `fit` raises."
     events = read_trace(trace)
-    c, k = fit(events, skip)
-    said = [e["args"] for e in events if e["name"] == "settings"][-1]
+    return _causes(events, *fit(events, skip), skip)
+
+def _causes(events, c, k, skip=None):
+    said = last_mark(events, "settings")
     rows = training_steps(events)[skipped(events, skip):]
     whole = (rows[-1]["start"] - rows[0]["start"]) / 1e6 / (len(rows) - 1)
     seconds = {p: sum(r["phases"].get(p, 0) for r in rows[:-1]) / (len(rows) - 1) for p in {p for r in rows for p in r["phases"]}}
-    tokens = [c.lengths[i % len(c.lengths)] for i in range(k.completions)]
+    tokens = c.drawn(k.completions)
     read = next((b for n, b in BANDWIDTH.items() if n in said["gpu"]), None)
     train = operations(c, replace(k, gradient_checkpointing=False), tokens) / c.peak if c.peak else None
     decode = max(tokens) * 2 * (c.model["layers"] + c.model["head"]) / read if read and not k.asynchronous else None
@@ -125,8 +129,8 @@ def __str__(self:Advice):
     first = "No free knob gains a percent."
     if self.best is not None:
         m, p, gain = self.best
-        came = f"{gain:.2f} times as fast: {p.step_seconds:.3g} s a step" if p else ""
-        if not p: came = "whose gain nobody can tell before two steps of it"
+        came = "whose gain nobody can tell before two steps of it"
+        if p: came = f"{gain:.2f} times as fast: {p.step_seconds:.3g} s a step"
         first = f"Turn this first: {m.words} ({m.name}), {came}."
     off = self.now.step_seconds / self.step_seconds - 1
     rows = [f"  {m.name:24} {f'{gain:6.2f} times' if p else 'not known   '}   {m.words}{f'; costs {m.costs}' * bool(m.costs)}"
@@ -158,7 +162,8 @@ def advise(
 ) -> Advice:
     "Raises `ValueError` for a trace that does not say enough: see `fit`."
     events = read_trace(trace)
-    (c, k), said = fit(events, skip), causes(events, skip)
+    c, k = fit(events, skip)
+    said = _causes(events, c, k, skip)
     held = [r["held_back"] for r in counters(events, "replicas") if "held_back" in r][skipped(events, skip):]
     found = gains(c, k)
     whole, limit = sum(r["seconds"] for r in said), _limit(k, said, sum(held) / len(held) if held else 0.)
@@ -170,9 +175,10 @@ def compare(
     after,  # trace of another, with other knobs
 ) -> dict: # before, predicted, after: seconds a step; gain and predicted_gain: times as fast; changed: knob -> (before, after)
     "The prediction from `before` alone beside what came out. Raises what `fit` raises."
-    (c, k), (_, now) = fit(before), fit(after)
-    was, predicted, came = (sum(r["seconds"] for r in causes(before)), simulate(c, now).step_seconds,
-                            sum(r["seconds"] for r in causes(after)))
+    before, after = read_trace(before), read_trace(after)
+    (c, k), (d, now) = fit(before), fit(after)
+    was, came = (sum(r["seconds"] for r in _causes(*of)) for of in ((before, c, k), (after, d, now)))
+    predicted = simulate(c, now).step_seconds
     changed = {name: (value, asdict(now)[name]) for name, value in asdict(k).items() if value != asdict(now)[name]}
     return dict(changed=changed, before=was, predicted=predicted, after=came, gain=was / came, predicted_gain=was / predicted)
 

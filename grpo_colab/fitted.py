@@ -9,6 +9,7 @@ __all__ = ['skipped', 'fit']
 from dataclasses import replace
 from statistics import mean, median
 
+from .event_list import last_mark
 from .trace import counters, read_trace, steps as training_steps
 from .what_if import COMPILED, CROWD, Costs, knobs_of, lengths_like, operations
 
@@ -51,7 +52,7 @@ def fit(
 ) -> tuple: # (Costs, Knobs) of the run
     "Raises `ValueError` for a trace without settings, or with fewer than three steps after those."
     events, basis = read_trace(trace), []
-    said = ([e["args"] for e in events if (e["ph"], e["name"]) == ("i", "settings")] or [{}])[-1]
+    said = last_mark(events, "settings")
     up = [r["up"] for r in counters(events, "fleet") if r.get("up")]
     skip = skipped(events, skip)
     k, rows = knobs_of(said, int(up[-1]) if up else 1), training_steps(events)[skip:]
@@ -71,7 +72,7 @@ def fit(
 # %% ../nbs/17a_fitted.ipynb #ceea6037
 def _speed(c, k, passes, generate, basis):
     "How fast forward and backward are; and a co-located engine."
-    tokens = [c.lengths[i % len(c.lengths)] for i in range(k.completions)]
+    tokens = c.drawn(k.completions)
     if k.rows_of == "completions":
         c = replace(c, one=(passes + c.rest) * k.ranks / k.completions, rest=0.)  # the rest is mostly Python between passes
         basis.append(f"a pass over one completion takes {1e3 * c.one:.0f} ms (trace); packed rows as in `bench pack`, H200")

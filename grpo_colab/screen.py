@@ -11,9 +11,9 @@ from bisect import bisect_right
 from pathlib import Path
 
 import ipywidgets as widgets
-import orjson
 from fastcore.basics import patch
 from IPython.display import display
+from .event_list import event_of
 from .said import said, samples
 from .trace import counters, steps
 from .views import VIEWS, _NEEDS
@@ -63,7 +63,7 @@ def _lines(self:Tail, path):
             if not lines: return
             self.at[path] = self.at.get(path, 0) + sum(map(len, lines))
             for line in lines:
-                try: yield orjson.loads(line)
+                try: yield event_of(line)
                 except ValueError: pass  # damaged, as `read_trace` has it
 
 # %% ../nbs/16c_screen.ipynb #b9678e63

@@ -8,6 +8,7 @@ __all__ = ['KNOBS', 'settings_of', 'SettledTrainer', 'settings']
 # %% ../nbs/08e_settings.ipynb #267d77e1
 import torch
 
+from .event_list import last_mark
 from .mfu import costs
 from .samples import SampledTrainer
 from .trace import read_trace
@@ -45,5 +46,4 @@ def settings(
     events, # trace events, or anything that `read_trace` takes
 ) -> dict: # of the last start; {} for a trace without
     "What the run was told to do."
-    found = [e["args"] for e in read_trace(events) if (e["ph"], e["name"]) == ("i", "settings")]
-    return found[-1] if found else {}
+    return last_mark(read_trace(events), "settings")

@@ -93,6 +93,13 @@ class Costs:
     publish:float=.2       # seconds until all replicas have a version
     basis:tuple=()         # what was assumed, in words
 
+    def drawn(self,
+        n:int,       # completions
+        begin:int=0, # number of the first
+    ) -> list: # their tokens
+        "Lengths in their order, over and over."
+        return [self.lengths[i % len(self.lengths)] for i in range(begin, begin + n)]
+
 # %% ../nbs/17_what_if.ipynb #e5987dab
 def operations(
     c:Costs,     # of the model
@@ -125,8 +132,8 @@ def train_seconds(
 # %% ../nbs/17_what_if.ipynb #f6c029c5
 class _Replica:
     "Sequences that decode together."
-    def __init__(self, c): self.c, self.at, self.ends, self.gone = c, 0., [], 0
-    def __len__(self): return len(self.ends) - self.gone
+    def __init__(self, c): self.c, self.at, self.ends = c, 0., []
+    def __len__(self): return len(self.ends)
     def seconds_a_token(self): return self.c.token + self.c.crowd * max(len(self) - 1, 0)
     def begin(self, position, lengths):
         for n in lengths: heapq.heappush(self.ends, (self.at + n, position))
@@ -159,7 +166,7 @@ def simulate(
     return (_asynchronous if k.asynchronous else _colocated)(c, k, steps, warm)
 
 def _colocated(c, k, steps, warm):
-    each, done = [c.lengths[i % len(c.lengths)] for i in range(k.completions)], 0
+    each, done = c.drawn(k.completions), 0
     train, generate, some = train_seconds(c, k, each), 0., sorted(each)
     for i, n in enumerate(some):  # on its GPUs, a share on each, until the longest is done
         generate += (n - done) * (c.token + c.crowd * (k.completions - i) / k.ranks)
@@ -188,7 +195,7 @@ def ask(self:_Run):
     asking = sum(self.left.values())
     while self.hand.may_begin(asking):
         g, n = self.hand.begin(), self.k.num_generations
-        some = [self.c.lengths[(self.drawn + i) % len(self.c.lengths)] for i in range(n)]
+        some = self.c.drawn(n, self.drawn)
         self.drawn, asking = self.drawn + n, asking + n
         r = min(self.replicas, key=len)
         r.begin(g.position, some)
